@@ -1,0 +1,55 @@
+# Builds rdma_kv_server and rdma_kv_reader.
+#   make            both programs, here         make install   into $(DESTDIR)$(PREFIX)/bin
+#   make demo       1 GB by RDMA READ           make clean
+#   make test       every test
+# CXX, CXXFLAGS, CPPFLAGS, LDFLAGS and ARCH (say ARCH=-march=x86-64-v2 for another machine) may be set.
+CXX      ?= g++
+ARCH     ?= -march=native
+CXXFLAGS ?= -O2
+PREFIX   ?= /usr/local
+# Where the programs go; the tests build variants elsewhere.
+BIN      ?= .
+
+# CXX has a default of make's own, which ?= does not replace.
+ifeq ($(origin CXX),default)
+CXX := g++
+endif
+
+programs := $(BIN)/rdma_kv_server $(BIN)/rdma_kv_reader
+compile   = $(CXX) -std=c++20 -Wall -Wextra $(CXXFLAGS) $(ARCH) $(CPPFLAGS)
+libraries = -libverbs -lrdmacm -lcrypto -lpthread
+# Holds the command the programs were built with: they are built anew when it changes.
+command  := $(BIN)/build/command
+
+all: $(programs)
+
+$(programs): $(BIN)/%: %.cpp common.hpp $(command)
+	$(compile) $(LDFLAGS) -o $@ $< $(libraries)
+
+# One line that names the package, instead of a page from the compiler.
+header_packages := infiniband/verbs.h:libibverbs-dev rdma/rdma_cma.h:librdmacm-dev openssl/evp.h:libssl-dev
+
+$(command): FORCE
+	@command -v $(firstword $(CXX)) >/dev/null || { echo "make: no compiler $(CXX): install g++ (scripts/install_deps.sh build)" >&2; exit 1; }
+	@for pair in $(header_packages); do \
+	  echo "#include <$${pair%:*}>" | $(compile) -x c++ -E -o /dev/null - 2>/dev/null || \
+	    { echo "make: <$${pair%:*}> is missing: install $${pair#*:} (scripts/install_deps.sh build)" >&2; exit 1; }; \
+	done
+	@mkdir -p $(@D)
+	@echo '$(compile) $(LDFLAGS)' | cmp -s - $@ || echo '$(compile) $(LDFLAGS)' >$@
+
+install: $(programs)
+	install -D -t $(DESTDIR)$(PREFIX)/bin $(programs)
+
+# What was built. The lab's kernel under build/lab stays: rm -r build/lab removes it.
+clean:
+	rm -rf $(programs) $(BIN)/build/command build/tests
+
+demo:
+	scripts/demo.sh
+
+test:
+	scripts/test.sh
+
+FORCE:
+.PHONY: all install clean demo test FORCE

@@ -1,0 +1,377 @@
+// common.hpp: what rdma_kv_server and rdma_kv_reader share: error messages, arguments, timing and
+// statistics, MD5, and the bytes that cross in the handshake. Both programs are single-threaded, and
+// so is everything here.
+#pragma once
+
+#include <arpa/inet.h>
+#include <endian.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <openssl/evp.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <numeric>
+#include <string>
+#include <vector>
+
+inline const char *const program_version = "1.0";
+
+static_assert(sizeof(size_t) == sizeof(uint64_t)); // 64-bit throughout: one type for lengths, printed by %zu
+
+enum exit_status { exit_success = 0, exit_failure = 1, exit_usage = 2, exit_mismatch = 3 };
+
+// ---------------------------------------------------------------------------------------------
+// Error messages: "program: call(arguments that matter): reason", then one line of hint.
+
+// printf into a string.
+[[gnu::format(printf, 1, 2)]] inline std::string text(const char *format, ...)
+{
+    char buffer[512];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(buffer, sizeof buffer, format, arguments);
+    va_end(arguments);
+    return buffer;
+}
+
+// Tells that a call failed. Returns false, so that a stage can end with `return failed(...)`.
+inline bool failed(const std::string &call, const std::string &reason, const std::string &hint = "")
+{
+    fprintf(stderr, "%s: %s: %s\n", program_invocation_short_name, call.c_str(), reason.c_str());
+    if (!hint.empty())
+        fprintf(stderr, "  hint: %s\n", hint.c_str());
+    return false;
+}
+
+inline bool failed(const std::string &call, int error, const std::string &hint = "")
+{
+    return failed(call, std::string(strerror(error)), hint);
+}
+
+// A remark on stderr that stops nothing.
+inline void remark(const std::string &line)
+{
+    fprintf(stderr, "%s: %s\n", program_invocation_short_name, line.c_str());
+}
+
+[[noreturn]] inline void usage_error(const std::string &what)
+{
+    fprintf(stderr, "%s: %s\n  hint: %s --help lists the options\n", program_invocation_short_name, what.c_str(),
+            program_invocation_short_name);
+    exit(exit_usage);
+}
+
+inline bool no_rdma_device()
+{
+    if (access("/sys/class/infiniband", F_OK) == 0 && access("/dev/infiniband", F_OK) != 0)
+        return failed(
+            "ibv_get_device_list()", "/dev/infiniband is missing, though the kernel has RDMA",
+            "load ib_uverbs and rdma_ucm; in a container pass --device=/dev/infiniband and --ulimit memlock=-1");
+    return failed("ibv_get_device_list()", "no RDMA device on this machine",
+                  "SoftRoCE on this kernel: sudo scripts/softroce.sh up; without kernel support: scripts/lab.sh");
+}
+
+// Why pinning memory may have failed: RLIMIT_MEMLOCK, the usual cause of ENOMEM (ibv_reg_mr(3)).
+inline std::string memlock_hint(int error, uint64_t bytes)
+{
+    rlimit limit{};
+    if (error != ENOMEM || getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
+        return "";
+    return text("%zu bytes have to be locked in memory, the limit is %zu: 'ulimit -l unlimited', "
+                "LimitMEMLOCK= of a service, --ulimit memlock=-1 of a container",
+                bytes, limit.rlim_cur);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Arguments
+
+// Reads a decimal number of `least`..`most`. False when it is anything else.
+inline bool parse_number(const char *argument, uint64_t least, uint64_t most, uint64_t *value)
+{
+    if (!isdigit(static_cast<unsigned char>(*argument))) // strtoull takes blanks and signs
+        return false;
+    char *end = nullptr;
+    errno = 0;
+    const unsigned long long number = strtoull(argument, &end, 10);
+    if (errno != 0 || *end != '\0' || number < least || number > most)
+        return false;
+    *value = number;
+    return true;
+}
+
+// Reads a number of bytes, with at most one suffix K, M, G or T: powers of 1024.
+inline bool parse_size(const char *argument, uint64_t *bytes)
+{
+    static const char suffixes[] = "KMGT";
+    std::string digits = argument;
+    uint64_t unit = 1;
+    if (!digits.empty()) {
+        const char *suffix = strchr(suffixes, toupper(static_cast<unsigned char>(digits.back())));
+        if (suffix != nullptr && *suffix != '\0') {
+            unit = uint64_t{1} << (10 * (suffix - suffixes + 1));
+            digits.pop_back();
+        }
+    }
+    uint64_t number = 0;
+    if (!parse_number(digits.c_str(), 0, UINT64_MAX / unit, &number))
+        return false;
+    *bytes = number * unit;
+    return true;
+}
+
+// The same, for an option of the command line: they do not return when the argument is wrong.
+inline uint64_t number_option(const char *option, const char *argument, uint64_t least, uint64_t most)
+{
+    uint64_t value = 0;
+    if (!parse_number(argument, least, most, &value))
+        usage_error(text("%s %s: not a number of %zu to %zu", option, argument, least, most));
+    return value;
+}
+
+inline uint64_t size_option(const char *option, const char *argument, uint64_t least)
+{
+    uint64_t bytes = 0;
+    if (!parse_size(argument, &bytes) || bytes < least)
+        usage_error(text("%s %s: not a size (bytes, or with K, M, G, T: powers of 1024; at least %zu)", option,
+                         argument, least));
+    return bytes;
+}
+
+// Finds the address of a host (name, IPv4 or IPv6, with a scope where one is needed) and a port.
+// flags: as of getaddrinfo(3), AI_PASSIVE for an address to bind to; host may then be nullptr.
+inline bool find_address(const char *host, uint16_t port, int flags, sockaddr_storage *address)
+{
+    addrinfo hints{}, *found = nullptr;
+    hints.ai_flags = flags;
+    hints.ai_socktype = SOCK_STREAM;
+    const int error = getaddrinfo(host, std::to_string(port).c_str(), &hints, &found);
+    if (error != 0)
+        return failed(text("getaddrinfo(%s)", host != nullptr ? host : "any address"),
+                      std::string(gai_strerror(error)));
+    memcpy(address, found->ai_addr, found->ai_addrlen);
+    freeaddrinfo(found);
+    return true;
+}
+
+// "192.168.77.1:12345", "[fd00::1]:12345"
+inline std::string address_text(const sockaddr *address)
+{
+    char host[NI_MAXHOST] = "?", port[NI_MAXSERV] = "?";
+    const bool ipv6 = address->sa_family == AF_INET6;
+    const socklen_t length = ipv6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
+    getnameinfo(address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    return std::string(ipv6 ? "[" : "") + host + (ipv6 ? "]:" : ":") + port;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Timing and statistics
+
+inline uint64_t now_ns() // P14
+{
+    timespec now{};
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+inline double seconds_since(uint64_t start_ns) { return static_cast<double>(now_ns() - start_ns) / 1e9; }
+
+struct statistics {
+    uint64_t min, median, p99, max; // of the samples, by nearest rank
+    double mean, stdev;             // stdev of a sample (n - 1); 0 for one
+};
+
+// The p-th percentile by nearest rank: the smallest sample that at least p % of all are not above.
+inline uint64_t percentile(const std::vector<uint64_t> &sorted, unsigned p)
+{
+    const size_t rank = (sorted.size() * p + 99) / 100;
+    return sorted[rank > 0 ? rank - 1 : 0];
+}
+
+// Of at least one sample. Every one counts: none is dropped as an outlier.
+inline statistics statistics_of(std::vector<uint64_t> samples)
+{
+    std::sort(samples.begin(), samples.end());
+    const double count = static_cast<double>(samples.size());
+    const double mean = std::accumulate(samples.begin(), samples.end(), 0.0) / count;
+    double squares = 0;
+    for (const uint64_t sample : samples)
+        squares += (static_cast<double>(sample) - mean) * (static_cast<double>(sample) - mean);
+    return {.min = samples.front(),
+            .median = percentile(samples, 50),
+            .p99 = percentile(samples, 99),
+            .max = samples.back(),
+            .mean = mean,
+            .stdev = samples.size() > 1 ? std::sqrt(squares / (count - 1)) : 0};
+}
+
+// How a range is cut into work requests: chunk_count of them, the last one perhaps shorter.
+inline uint64_t chunk_count(uint64_t length, uint64_t chunk) { return length / chunk + (length % chunk != 0); }
+inline uint64_t chunk_length(uint64_t length, uint64_t chunk, uint64_t index)
+{
+    return std::min(chunk, length - index * chunk); // no overflow: index < chunk_count
+}
+
+// A bar on stderr, when that is a terminal, for work that lasts longer than half a second.
+struct progress {
+    const char *label;
+    uint64_t total;
+    bool terminal = isatty(STDERR_FILENO) == 1;
+    uint64_t next_ns = now_ns() + 500000000;
+    bool shown = false;
+};
+
+inline void show_progress(progress *bar, uint64_t done)
+{
+    if (!bar->terminal || now_ns() < bar->next_ns)
+        return;
+    static const char marks[] = "##############################";
+    const double share = static_cast<double>(done) / static_cast<double>(bar->total);
+    fprintf(stderr, "\r%-9s [%-30.*s] %3.0f %%", bar->label, static_cast<int>(share * 30), marks, share * 100);
+    bar->next_ns = now_ns() + 100000000;
+    bar->shown = true;
+}
+
+inline void end_progress(const progress *bar)
+{
+    if (bar->shown)
+        fputs("\r\033[K", stderr);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Memory and MD5
+
+constexpr uint64_t io_piece = 16 << 20; // bytes per read, write or digest step: a step of the bar
+
+// Zeroed memory of its own: ibv_reg_mr refuses many file mappings, and a long-term pin of one is
+// trouble. nullptr, after a message, when there is none.
+inline uint8_t *allocate_buffer(uint64_t bytes)
+{
+    void *memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+        failed(text("mmap(%zu bytes)", bytes), errno);
+        return nullptr;
+    }
+    return static_cast<uint8_t *>(memory);
+}
+
+constexpr size_t md5_size = 16;
+
+// MD5 (P15), with a bar. False, after a message, when OpenSSL has none (as in FIPS mode).
+inline bool md5_of(const uint8_t *data, uint64_t length, uint8_t digest[md5_size])
+{
+    EVP_MD_CTX *context = EVP_MD_CTX_new();
+    bool ok = context != nullptr && EVP_DigestInit_ex(context, EVP_md5(), nullptr) == 1;
+    progress bar{.label = "hashing", .total = length};
+    for (uint64_t done = 0; ok && done < length; show_progress(&bar, done)) {
+        const uint64_t piece = std::min(io_piece, length - done);
+        ok = EVP_DigestUpdate(context, data + done, piece) == 1;
+        done += piece;
+    }
+    end_progress(&bar);
+    ok = ok && EVP_DigestFinal_ex(context, digest, nullptr) == 1;
+    EVP_MD_CTX_free(context);
+    return ok || failed("EVP_DigestInit_ex(MD5)", "OpenSSL refuses", "is OpenSSL in FIPS mode? it has no MD5 then");
+}
+
+inline std::string md5_text(const uint8_t digest[md5_size])
+{
+    std::string hex;
+    for (size_t i = 0; i < md5_size; ++i)
+        hex += text("%02x", digest[i]);
+    return hex;
+}
+
+// ---------------------------------------------------------------------------------------------
+// What crosses besides the cache (P9). Every message begins with magic and version, is big-endian,
+// and has no padding. In memory the fields are in host order; encode and decode convert.
+
+#ifndef HANDSHAKE_VERSION
+#define HANDSHAKE_VERSION 1 // the tests build a reader of another version
+#endif
+constexpr uint32_t handshake_version = HANDSHAKE_VERSION;
+constexpr uint32_t hello_magic = 0x4b56484c, offer_magic = 0x4b564f46, refusal_magic = 0x4b565246,
+                   closing_magic = 0x4b56434c;
+
+struct hello { // reader to server, in the connect request
+    uint32_t magic, version;
+};
+struct offer { // server to reader, in the accept: where the cache is
+    uint32_t magic, version;
+    uint64_t address, length;
+    uint8_t md5[md5_size];
+    uint32_t rkey, reserved;
+};
+struct refusal { // server to reader, in the reject
+    uint32_t magic, version;
+    char reason[128]; // ends with a zero
+};
+struct closing { // reader to server, the one SEND that ends a visit
+    uint32_t magic, version;
+    uint64_t bytes, iterations, median_ns;
+    uint32_t verdict, reserved; // enum verdict
+};
+enum verdict : uint32_t { verdict_unchecked = 0, verdict_equal = 1, verdict_different = 2 };
+
+// What the CM's messages carry of private data, less what rdma_cm takes (rdma_connect(3), rdma_accept(3)).
+static_assert(sizeof(hello) == 8 && sizeof(hello) <= 56);
+static_assert(sizeof(offer) == 48 && sizeof(offer) <= 196);
+static_assert(sizeof(refusal) == 136 && sizeof(refusal) <= 148);
+static_assert(sizeof(closing) == 40);
+
+inline void swap_fields(hello *) {}
+inline void swap_fields(refusal *) {}
+inline void swap_fields(offer *message)
+{
+    message->address = htobe64(message->address);
+    message->length = htobe64(message->length);
+    message->rkey = htobe32(message->rkey);
+}
+inline void swap_fields(closing *message)
+{
+    message->bytes = htobe64(message->bytes);
+    message->iterations = htobe64(message->iterations);
+    message->median_ns = htobe64(message->median_ns);
+    message->verdict = htobe32(message->verdict);
+}
+
+// Host order to network order; the swap is its own inverse.
+template <typename message_type> message_type encode(message_type message)
+{
+    message.magic = htobe32(message.magic);
+    message.version = htobe32(message.version);
+    swap_fields(&message);
+    return message;
+}
+
+// Takes a message out of bytes that came from elsewhere: perhaps short, perhaps padded (private data
+// arrives padded with zeros). Returns what is wrong with it, "" when nothing is.
+template <typename message_type>
+std::string decode(const void *bytes, size_t length, uint32_t magic, message_type *message)
+{
+    hello head{};
+    if (bytes == nullptr || length < sizeof head)
+        return "no handshake of this program";
+    memcpy(&head, bytes, sizeof head);
+    head = encode(head);
+    if (head.magic != magic)
+        return "no handshake of this program";
+    if (head.version != handshake_version)
+        return text("handshake version %u there, %u here", head.version, handshake_version);
+    if (length < sizeof *message)
+        return text("handshake of %zu bytes, %zu expected", length, sizeof *message);
+    memcpy(message, bytes, sizeof *message);
+    *message = encode(*message);
+    return "";
+}

@@ -1,0 +1,609 @@
+// rdma_kv_server: holds a KV cache in registered memory, for readers to fetch by one-sided RDMA READ.
+//
+// Build:  g++ -std=c++20 -Wall -Wextra -O2 rdma_kv_server.cpp -o rdma_kv_server -libverbs -lrdmacm -lcrypto
+//
+// The dialogue, by rdma_cm and one reliable connection (RC) for each reader:
+//   reader  connect request   magic, version
+//   server  accept            magic, version, address, length, MD5, rkey     (or a reject with the reason)
+//   reader  RDMA READ ...     served by the adapter: this program does not see them
+//   reader  SEND              what it read, how long that took, whether the MD5 agreed
+//   reader  disconnect
+//
+// Left out on purpose: encryption and access control (RDMA has none of its own: any reader that can
+// connect may read all of the cache), changes of the cache while it is served, more than one device.
+#include <fcntl.h>
+#include <getopt.h>
+#include <infiniband/verbs.h>
+#include <poll.h>
+#include <rdma/rdma_cma.h>
+#include <sys/signalfd.h>
+#include <sys/stat.h>
+
+#include <csignal>
+#include <map>
+#include <memory>
+
+#include "common.hpp"
+
+struct options {
+    uint16_t port = 12345;
+    const char *file = nullptr; // the cache, or
+    uint64_t size = 0;          // the length of a synthetic one
+    const char *bind = nullptr;
+    const char *device = nullptr;
+    uint64_t readers = 0; // stop after so many were served; 0: never
+    bool verbose = false;
+};
+
+// A reader, from its connect request until it is gone.
+struct reader {
+    uint64_t number; // the wr_id of its receive; never used again
+    std::string address;
+    rdma_cm_id *id; // owns the queue pair
+    ibv_mr *closing_mr;
+    closing message; // its closing message arrives here
+    bool closed;     // it has arrived
+};
+
+struct server {
+    options opt;
+
+    ibv_device **devices;
+    rdma_event_channel *cm_channel;
+    rdma_cm_id *listener;
+    ibv_context **contexts; // of librdmacm, one for each device
+    ibv_context *context;
+    ibv_device_attr device;
+    ibv_pd *pd;
+
+    uint8_t *cache;
+    uint64_t length;
+    uint8_t md5[md5_size];
+    ibv_mr *cache_mr;
+
+    ibv_comp_channel *completion_channel;
+    ibv_cq *cq;
+    size_t most_readers; // at a time
+
+    int signals; // signalfd
+    std::map<uint64_t, std::unique_ptr<reader>> readers;
+    uint64_t readers_seen, readers_served;
+    bool stop, broken;
+};
+
+static void print_usage(FILE *stream)
+{
+    fputs("usage: rdma_kv_server [-p PORT] -f FILE | --size N\n"
+          "Serves a KV cache to readers by RDMA READ.\n\n"
+          "  -p, --port PORT      port of rdma_cm (default 12345)\n"
+          "  -f, --file FILE      the cache\n"
+          "      --size N         a synthetic cache of N bytes instead (K, M, G, T: powers of 1024)\n"
+          "  -b, --bind ADDRESS   listen on this address (IPv4, IPv6 or name) and its device\n"
+          "  -d, --device NAME    RDMA device (default: the address's, else the first active one)\n"
+          "      --readers N      exit after N readers have been served\n"
+          "  -v, --verbose        connections and limits on stderr\n"
+          "  -h, --help           this text\n"
+          "      --version        the version\n\n"
+          "Exit status: 0 after SIGINT, SIGTERM or --readers, 1 run-time error, 2 usage.\n",
+          stream);
+}
+
+static options parse_arguments(int argc, char **argv)
+{
+    enum { size_only = 256, readers_only, version_only };
+    static const option long_options[] = {
+        {"port", required_argument, nullptr, 'p'},       {"file", required_argument, nullptr, 'f'},
+        {"size", required_argument, nullptr, size_only}, {"bind", required_argument, nullptr, 'b'},
+        {"device", required_argument, nullptr, 'd'},     {"readers", required_argument, nullptr, readers_only},
+        {"verbose", no_argument, nullptr, 'v'},          {"help", no_argument, nullptr, 'h'},
+        {"version", no_argument, nullptr, version_only}, {nullptr, 0, nullptr, 0}};
+    options opt;
+    for (int letter; (letter = getopt_long(argc, argv, "p:f:b:d:vh", long_options, nullptr)) != -1;) {
+        switch (letter) {
+        case 'p': opt.port = static_cast<uint16_t>(number_option("--port", optarg, 1, 65535)); break;
+        case 'f': opt.file = optarg; break;
+        case size_only: opt.size = size_option("--size", optarg, 1); break;
+        case 'b': opt.bind = optarg; break;
+        case 'd': opt.device = optarg; break;
+        case readers_only: opt.readers = number_option("--readers", optarg, 1, UINT64_MAX); break;
+        case 'v': opt.verbose = true; break;
+        case 'h': print_usage(stdout); exit(exit_success);
+        case version_only:
+            printf("rdma_kv_server %s (handshake version %u)\n", program_version, handshake_version);
+            exit(exit_success);
+        default: print_usage(stderr); exit(exit_usage); // getopt_long has said what is wrong
+        }
+    }
+    if (optind < argc)
+        usage_error(text("unexpected argument '%s'; did you mean -f %s?", argv[optind], argv[optind]));
+    if ((opt.file != nullptr) == (opt.size != 0))
+        usage_error("give the cache as one of -f FILE and --size N");
+    return opt;
+}
+
+// --------------------------------------------------------------------------------------- stage 2
+
+// P4, first half: what RDMA devices are there?
+static bool list_devices(server *s)
+{
+    int count = 0;
+    s->devices = ibv_get_device_list(&count);
+    return (s->devices != nullptr && count > 0) || no_rdma_device();
+}
+
+// Takes the address and the port before anything expensive: "port in use" is told at once. An
+// address given by -b also decides the device.
+static bool claim_port(server *s)
+{
+    s->cm_channel = rdma_create_event_channel();
+    if (s->cm_channel == nullptr)
+        return failed("rdma_create_event_channel()", errno, "is rdma_ucm loaded, /dev/infiniband/rdma_cm there?");
+    if (rdma_create_id(s->cm_channel, &s->listener, nullptr, RDMA_PS_TCP) != 0)
+        return failed("rdma_create_id(RDMA_PS_TCP)", errno);
+
+    sockaddr_storage address{};
+    address.ss_family = AF_INET6; // any address, IPv4 too
+    reinterpret_cast<sockaddr_in6 *>(&address)->sin6_port = htons(s->opt.port);
+    if (s->opt.bind != nullptr && !find_address(s->opt.bind, s->opt.port, AI_PASSIVE, &address))
+        return false;
+
+    auto *const socket_address = reinterpret_cast<sockaddr *>(&address);
+    if (rdma_bind_addr(s->listener, socket_address) == 0)
+        return true;
+    const char *hint = "";
+    if (errno == EADDRINUSE)
+        hint = "another program has this port: choose one with -p (rdma_cm has ports of its own: 'rdma resource show "
+               "cm_id')";
+    else if (errno == ENODEV || errno == EADDRNOTAVAIL)
+        hint = "no RDMA device has this address; 127.0.0.1 is none either, leave -b out to listen on all";
+    return failed("rdma_bind_addr(" + address_text(socket_address) + ")", errno, hint);
+}
+
+static bool has_active_port(ibv_context *context, const ibv_device_attr *device)
+{
+    for (uint8_t port = 1; port <= device->phys_port_cnt; ++port) {
+        ibv_port_attr attributes{};
+        if (ibv_query_port(context, port, &attributes) == 0 && attributes.state == IBV_PORT_ACTIVE)
+            return true;
+    }
+    return false;
+}
+
+// P4, second half: the device's context and a protection domain on it. The context is librdmacm's:
+// a queue pair of a connection and its PD must belong to the same one (rdma_create_qp(3)).
+static bool open_device(server *s)
+{
+    const char *wanted = s->opt.device;
+    if (s->listener->verbs != nullptr) {
+        const char *bound = ibv_get_device_name(s->listener->verbs->device);
+        if (wanted != nullptr && strcmp(wanted, bound) != 0)
+            return failed(text("-b %s -d %s", s->opt.bind, wanted), text("that address belongs to device %s", bound));
+        wanted = bound;
+    }
+
+    s->contexts = rdma_get_devices(nullptr);
+    if (s->contexts == nullptr)
+        return failed("rdma_get_devices()", errno);
+    std::string names;
+    for (ibv_context **context = s->contexts; *context != nullptr && s->context == nullptr; ++context) {
+        const char *name = ibv_get_device_name((*context)->device);
+        names += std::string(names.empty() ? "" : ", ") + name;
+        if (ibv_query_device(*context, &s->device) != 0)
+            continue;
+        if (wanted != nullptr ? strcmp(name, wanted) == 0 : has_active_port(*context, &s->device))
+            s->context = *context;
+    }
+    if (s->context == nullptr && wanted != nullptr)
+        return failed(text("device %s", wanted), "not on this machine", "there are: " + names);
+    if (s->context == nullptr)
+        return failed("devices " + names, "none has an active port", "is the link up? ibv_devinfo shows the state");
+
+    s->pd = ibv_alloc_pd(s->context);
+    return s->pd != nullptr || failed("ibv_alloc_pd()", errno);
+}
+
+static bool read_cache_file(server *s)
+{
+    const int file = open(s->opt.file, O_RDONLY | O_CLOEXEC);
+    if (file < 0)
+        return failed(text("open(%s)", s->opt.file), errno,
+                      errno == ENOENT ? "scripts/make_kv_cache.sh makes a test cache" : "");
+    struct stat status {
+    };
+    bool ok = fstat(file, &status) == 0 || failed(text("fstat(%s)", s->opt.file), errno);
+    if (ok && !S_ISREG(status.st_mode))
+        ok = failed(text("open(%s)", s->opt.file), "not a regular file");
+    if (ok && status.st_size == 0)
+        ok = failed(text("open(%s)", s->opt.file), "the file is empty: there is nothing to serve");
+    if (ok) {
+        s->length = static_cast<uint64_t>(status.st_size);
+        s->cache = allocate_buffer(s->length);
+        ok = s->cache != nullptr;
+    }
+    progress bar{.label = "loading", .total = s->length};
+    for (uint64_t done = 0; ok && done < s->length; show_progress(&bar, done)) {
+        const ssize_t got = read(file, s->cache + done, std::min(io_piece, s->length - done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            ok = got < 0 ? failed(text("read(%s)", s->opt.file), errno)
+                         : failed(text("read(%s)", s->opt.file), "the file became shorter while it was loaded");
+        else
+            done += static_cast<uint64_t>(got);
+    }
+    end_progress(&bar);
+    close(file);
+    return ok;
+}
+
+// A synthetic cache: every 8-byte word depends on its position (the mixing steps of splitmix64), so
+// that a byte from elsewhere cannot pass for the right one.
+static bool make_cache(server *s)
+{
+    s->length = s->opt.size;
+    s->cache = allocate_buffer(s->length);
+    if (s->cache == nullptr)
+        return false;
+    progress bar{.label = "filling", .total = s->length};
+    for (uint64_t at = 0; at < s->length; at += sizeof(uint64_t)) {
+        uint64_t word = (at + 1) * 0x9e3779b97f4a7c15u;
+        word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9u;
+        word = (word ^ (word >> 27)) * 0x94d049bb133111ebu;
+        word = htole64(word ^ (word >> 31));
+        memcpy(s->cache + at, &word, std::min(sizeof word, s->length - at));
+        if (at % io_piece == 0)
+            show_progress(&bar, at);
+    }
+    end_progress(&bar);
+    return true;
+}
+
+// P5: the cache in memory, and that memory registered for remote reading.
+static bool load_and_register_cache(server *s)
+{
+    const uint64_t load_start = now_ns();
+    if (!(s->opt.file != nullptr ? read_cache_file(s) : make_cache(s)))
+        return false;
+    const double loading = seconds_since(load_start);
+
+    const uint64_t hash_start = now_ns();
+    if (!md5_of(s->cache, s->length, s->md5))
+        return false;
+    const double hashing = seconds_since(hash_start);
+
+    const uint64_t register_start = now_ns();
+    s->cache_mr = ibv_reg_mr(s->pd, s->cache, s->length, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
+    if (s->cache_mr == nullptr)
+        return failed(text("ibv_reg_mr(%zu bytes)", s->length), errno, memlock_hint(errno, s->length));
+
+    printf("cache     %zu bytes, MD5 %s\n", s->length, md5_text(s->md5).c_str());
+    printf("prepared  loading %.3f s, hashing %.3f s, registering %.3f s\n", loading, hashing,
+           seconds_since(register_start));
+    return true;
+}
+
+// P6: one completion queue for all readers. Invariant: a reader causes at most one completion here,
+// that of its one receive; one that has left may have an unread one. So twice most_readers fit.
+static bool create_completion_queue(server *s)
+{
+    s->completion_channel = ibv_create_comp_channel(s->context);
+    if (s->completion_channel == nullptr)
+        return failed("ibv_create_comp_channel()", errno);
+    const int depth = std::min(2048, s->device.max_cqe);
+    s->cq = ibv_create_cq(s->context, depth, nullptr, s->completion_channel, 0);
+    if (s->cq == nullptr)
+        return failed(text("ibv_create_cq(%d entries)", depth), errno);
+    s->most_readers = static_cast<size_t>(depth / 2);
+    const int error = ibv_req_notify_cq(s->cq, 0);
+    return error == 0 || failed("ibv_req_notify_cq()", error);
+}
+
+// P8: from here on readers may connect.
+static bool listen_for_readers(server *s)
+{
+    if (rdma_listen(s->listener, 128) != 0)
+        return failed("rdma_listen(" + address_text(rdma_get_local_addr(s->listener)) + ")", errno,
+                      errno == EADDRINUSE ? "another program has this port: choose one with -p" : "");
+    printf("listening on %s, device %s\n", address_text(rdma_get_local_addr(s->listener)).c_str(),
+           ibv_get_device_name(s->context->device));
+    return true;
+}
+
+// ------------------------------------------------------------------------------ one reader's visit
+
+static void refuse(rdma_cm_id *id, const std::string &reason)
+{
+    remark("reader " + address_text(rdma_get_peer_addr(id)) + " refused: " + reason);
+    refusal message{.magic = refusal_magic, .version = handshake_version, .reason = {}};
+    snprintf(message.reason, sizeof message.reason, "%s", reason.c_str());
+    message = encode(message);
+    if (rdma_reject(id, &message, sizeof message) != 0)
+        failed("rdma_reject()", errno);
+}
+
+// Why this connect request cannot be served; "" when it can. READs are refused by the transport when
+// their requester may have none outstanding: a depth of 0 is better told here.
+static std::string objection(const server *s, const rdma_cm_id *id, const rdma_conn_param *request)
+{
+    hello greeting{};
+    const std::string wrong = decode(request->private_data, request->private_data_len, hello_magic, &greeting);
+    if (!wrong.empty())
+        return wrong;
+    if (id->verbs != s->context)
+        return text("the cache is registered on device %s, this connection arrives on %s",
+                    ibv_get_device_name(s->context->device),
+                    id->verbs != nullptr ? ibv_get_device_name(id->verbs->device) : "none");
+    if (request->responder_resources == 0)
+        return "initiator depth 0: such a reader cannot read";
+    if (s->readers.size() >= s->most_readers)
+        return text("busy: %zu readers are connected, the most this server takes", s->most_readers);
+    return "";
+}
+
+// P7: the reader's queue pair, and the one receive for its closing message.
+static bool create_queue_pair(server *s, reader *r)
+{
+    ibv_qp_init_attr attributes{};
+    attributes.qp_type = IBV_QPT_RC;
+    attributes.send_cq = s->cq;
+    attributes.recv_cq = s->cq;
+    attributes.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    if (rdma_create_qp(r->id, s->pd, &attributes) != 0)
+        return failed("rdma_create_qp(RC)", errno);
+
+    r->closing_mr = ibv_reg_mr(s->pd, &r->message, sizeof r->message, IBV_ACCESS_LOCAL_WRITE);
+    if (r->closing_mr == nullptr)
+        return failed(text("ibv_reg_mr(%zu bytes)", sizeof r->message), errno, memlock_hint(errno, sizeof r->message));
+    ibv_sge piece{
+        .addr = reinterpret_cast<uintptr_t>(&r->message), .length = sizeof r->message, .lkey = r->closing_mr->lkey};
+    ibv_recv_wr receive{.wr_id = r->number, .next = nullptr, .sg_list = &piece, .num_sge = 1};
+    ibv_recv_wr *refused = nullptr;
+    const int error = ibv_post_recv(r->id->qp, &receive, &refused);
+    return error == 0 || failed("ibv_post_recv()", error);
+}
+
+static void free_reader(server *s, reader *r)
+{
+    if (r->id->qp != nullptr)
+        rdma_destroy_qp(r->id);
+    if (r->closing_mr != nullptr)
+        ibv_dereg_mr(r->closing_mr);
+    rdma_destroy_id(r->id);
+    s->readers.erase(r->number); // deletes r
+}
+
+// P8, P9: takes a connection and tells the reader where the cache is.
+static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *request)
+{
+    const std::string reason = objection(s, id, request);
+    if (!reason.empty()) {
+        refuse(id, reason);
+        rdma_destroy_id(id);
+        return;
+    }
+    const uint64_t number = ++s->readers_seen;
+    reader *const r = (s->readers[number] = std::make_unique<reader>()).get();
+    r->number = number;
+    r->address = address_text(rdma_get_peer_addr(id));
+    r->id = id;
+    id->context = r;
+    if (!create_queue_pair(s, r)) {
+        refuse(id, "the server is out of resources");
+        free_reader(s, r);
+        return;
+    }
+
+    offer message{.magic = offer_magic,
+                  .version = handshake_version,
+                  .address = reinterpret_cast<uintptr_t>(s->cache),
+                  .length = s->length,
+                  .md5 = {},
+                  .rkey = s->cache_mr->rkey,
+                  .reserved = 0};
+    memcpy(message.md5, s->md5, md5_size);
+    message = encode(message);
+
+    rdma_conn_param answer{};
+    answer.private_data = &message;
+    answer.private_data_len = sizeof message;
+    // How many READs of the reader this side answers at a time: what it asks for, if the device can.
+    answer.responder_resources =
+        static_cast<uint8_t>(std::min<int>(request->responder_resources, s->device.max_qp_rd_atom));
+    answer.initiator_depth = 0; // this side reads nothing
+    if (rdma_accept(id, &answer) != 0) {
+        failed("rdma_accept(" + r->address + ")", errno);
+        free_reader(s, r);
+        return;
+    }
+    if (s->opt.verbose)
+        remark(text("reader %s accepted, READ depth %u", r->address.c_str(), answer.responder_resources));
+}
+
+static void log_visit(const reader *r)
+{
+    static const char *const verdicts[] = {"not checked", "equal", "DIFFERENT"};
+    closing message{};
+    const std::string wrong = decode(&r->message, sizeof r->message, closing_magic, &message);
+    if (wrong.empty() && message.verdict <= verdict_different)
+        printf("reader %s: %zu bytes x %zu, median %.3f us, MD5 %s\n", r->address.c_str(), message.bytes,
+               message.iterations, static_cast<double>(message.median_ns) / 1e3, verdicts[message.verdict]);
+    else
+        printf("reader %s: closing message not understood\n", r->address.c_str());
+}
+
+// P10: takes what the completion queue has: the closing messages of readers.
+static void poll_completions(server *s)
+{
+    ibv_wc completions[16];
+    for (int count; (count = ibv_poll_cq(s->cq, 16, completions)) != 0;) {
+        if (count < 0) {
+            s->stop = s->broken = true;
+            failed("ibv_poll_cq()", "the completion queue is broken");
+            return;
+        }
+        for (int i = 0; i < count; ++i) {
+            // Of a failed completion only wr_id, status, qp_num and vendor_err are valid (ibv_poll_cq(3)).
+            const auto found = s->readers.find(completions[i].wr_id);
+            if (found == s->readers.end() || completions[i].status == IBV_WC_WR_FLUSH_ERR)
+                continue; // a reader that has left
+            reader *const r = found->second.get();
+            if (completions[i].status != IBV_WC_SUCCESS) {
+                remark(text("reader %s: receive failed: %s", r->address.c_str(),
+                            ibv_wc_status_str(completions[i].status)));
+                continue;
+            }
+            r->closed = completions[i].byte_len == sizeof r->message;
+            log_visit(r);
+        }
+    }
+}
+
+// After an event on the channel: poll, arm, poll again, or a completion in between would be missed.
+static void handle_completions(server *s)
+{
+    ibv_cq *cq = nullptr;
+    void *context = nullptr;
+    if (ibv_get_cq_event(s->completion_channel, &cq, &context) != 0)
+        return;
+    ibv_ack_cq_events(cq, 1);
+    poll_completions(s);
+    const int error = ibv_req_notify_cq(s->cq, 0);
+    if (error != 0) {
+        s->stop = s->broken = true;
+        failed("ibv_req_notify_cq()", error);
+    }
+    poll_completions(s);
+}
+
+// The reader has left, or is to leave. Its queue pair goes to the error state.
+static void end_visit(server *s, reader *r, const char *how)
+{
+    rdma_disconnect(r->id); // fails when the connection never stood
+    poll_completions(s);    // the closing message may be there already
+    if (!r->closed)
+        printf("reader %s: %s without a closing message\n", r->address.c_str(), how);
+    else
+        ++s->readers_served;
+    free_reader(s, r);
+    if (s->opt.readers != 0 && s->readers_served >= s->opt.readers)
+        s->stop = true;
+}
+
+// An event belongs to librdmacm until it is acknowledged, and rdma_destroy_id waits for that: what is
+// needed of it is copied first.
+static void handle_cm_event(server *s)
+{
+    rdma_cm_event *event = nullptr;
+    if (rdma_get_cm_event(s->cm_channel, &event) != 0)
+        return;
+    const rdma_cm_event_type type = event->event;
+    const int status = event->status;
+    rdma_cm_id *const id = event->id;
+    rdma_conn_param request = event->param.conn;
+    uint8_t private_data[256] = {};
+    if (type == RDMA_CM_EVENT_CONNECT_REQUEST && request.private_data != nullptr)
+        memcpy(private_data, request.private_data, request.private_data_len);
+    request.private_data = private_data;
+    rdma_ack_cm_event(event);
+
+    reader *const r =
+        id != s->listener && type != RDMA_CM_EVENT_CONNECT_REQUEST ? static_cast<reader *>(id->context) : nullptr;
+    switch (type) {
+    case RDMA_CM_EVENT_CONNECT_REQUEST: accept_reader(s, id, &request); break;
+    case RDMA_CM_EVENT_ESTABLISHED:
+        if (s->opt.verbose && r != nullptr)
+            remark(text("reader %s connected, %zu now", r->address.c_str(), s->readers.size()));
+        break;
+    case RDMA_CM_EVENT_DISCONNECTED:
+        if (r != nullptr)
+            end_visit(s, r, "left");
+        break;
+    case RDMA_CM_EVENT_CONNECT_ERROR:
+    case RDMA_CM_EVENT_UNREACHABLE:
+    case RDMA_CM_EVENT_REJECTED:
+        if (r != nullptr)
+            end_visit(s, r, "gave up while connecting,");
+        break;
+    case RDMA_CM_EVENT_DEVICE_REMOVAL:
+        failed(text("device %s", ibv_get_device_name(s->context->device)), "was removed");
+        s->stop = s->broken = true;
+        break;
+    default: // TIMEWAIT_EXIT after every visit, ADDR_CHANGE; they change nothing here
+        if (s->opt.verbose)
+            remark(text("%s (status %d)", rdma_event_str(type), status));
+    }
+}
+
+// The signals, the connections and the completions, in one loop. An idle server waits for as long as
+// it takes: this is the one wait without a deadline.
+static bool serve(server *s)
+{
+    sigset_t signals;
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGINT);
+    sigaddset(&signals, SIGTERM);
+    sigprocmask(SIG_BLOCK, &signals, nullptr);
+    s->signals = signalfd(-1, &signals, SFD_CLOEXEC);
+    if (s->signals < 0)
+        return failed("signalfd(SIGINT, SIGTERM)", errno);
+    for (const int channel : {s->cm_channel->fd, s->completion_channel->fd})
+        if (fcntl(channel, F_SETFL, fcntl(channel, F_GETFL) | O_NONBLOCK) != 0)
+            return failed("fcntl(O_NONBLOCK)", errno);
+
+    while (!s->stop) {
+        pollfd ready[] = {
+            {s->signals, POLLIN, 0}, {s->completion_channel->fd, POLLIN, 0}, {s->cm_channel->fd, POLLIN, 0}};
+        if (poll(ready, 3, -1) < 0) {
+            if (errno == EINTR) // stopped and continued
+                continue;
+            return failed("poll()", errno);
+        }
+        if (ready[0].revents != 0)
+            s->stop = true;
+        if (ready[1].revents != 0)
+            handle_completions(s);
+        if (ready[2].revents != 0)
+            handle_cm_event(s);
+    }
+    while (!s->readers.empty())
+        end_visit(s, s->readers.begin()->second.get(), "was disconnected");
+    printf("served %zu of %zu readers\n", s->readers_served, s->readers_seen);
+    return !s->broken;
+}
+
+// P34: what was made, in reverse order.
+static void free_everything(server *s)
+{
+    if (s->signals >= 0)
+        close(s->signals);
+    if (s->cq != nullptr)
+        ibv_destroy_cq(s->cq);
+    if (s->completion_channel != nullptr)
+        ibv_destroy_comp_channel(s->completion_channel);
+    if (s->cache_mr != nullptr)
+        ibv_dereg_mr(s->cache_mr);
+    if (s->cache != nullptr)
+        munmap(s->cache, s->length);
+    if (s->pd != nullptr)
+        ibv_dealloc_pd(s->pd);
+    if (s->contexts != nullptr)
+        rdma_free_devices(s->contexts); // the contexts themselves are librdmacm's
+    if (s->listener != nullptr)
+        rdma_destroy_id(s->listener);
+    if (s->cm_channel != nullptr)
+        rdma_destroy_event_channel(s->cm_channel);
+    if (s->devices != nullptr)
+        ibv_free_device_list(s->devices);
+}
+
+int main(int argc, char **argv)
+{
+    setvbuf(stdout, nullptr, _IOLBF, 0); // a log is read while it grows
+    server s{};
+    s.signals = -1;
+    s.opt = parse_arguments(argc, argv);
+    const bool ok = list_devices(&s) && claim_port(&s) && open_device(&s) && load_and_register_cache(&s) &&
+                    create_completion_queue(&s) && listen_for_readers(&s) && serve(&s);
+    free_everything(&s);
+    return ok ? exit_success : exit_failure;
+}
