@@ -5,17 +5,24 @@
 
 #include <arpa/inet.h>
 #include <endian.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <infiniband/verbs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <openssl/evp.h>
+#include <rdma/rdma_cma.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
 #include <cmath>
+#include <csignal>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -60,6 +67,15 @@ inline bool failed(const std::string &call, int error, const std::string &hint =
     return failed(call, std::string(strerror(error)), hint);
 }
 
+// Bytes from elsewhere, up to a zero, on their way to a terminal.
+inline std::string printable(const char *bytes, size_t length)
+{
+    std::string safe(bytes, strnlen(bytes, length));
+    for (char &letter : safe)
+        letter = isprint(static_cast<unsigned char>(letter)) != 0 ? letter : '?';
+    return safe;
+}
+
 // A remark on stderr that stops nothing.
 inline void remark(const std::string &line)
 {
@@ -81,6 +97,18 @@ inline bool no_rdma_device()
             "load ib_uverbs and rdma_ucm; in a container pass --device=/dev/infiniband and --ulimit memlock=-1");
     return failed("ibv_get_device_list()", "no RDMA device on this machine",
                   "SoftRoCE on this kernel: sudo scripts/softroce.sh up; without kernel support: scripts/lab.sh");
+}
+
+// Whether a list of ibv_get_device_list has a device of that name; a message when it has not.
+inline bool device_is_there(ibv_device **list, const char *name)
+{
+    std::string names;
+    for (; *list != nullptr; ++list) {
+        if (strcmp(ibv_get_device_name(*list), name) == 0)
+            return true;
+        names += std::string(names.empty() ? "" : ", ") + ibv_get_device_name(*list);
+    }
+    return failed(text("device %s", name), "not on this machine", "there are: " + names);
 }
 
 // Why pinning memory may have failed: RLIMIT_MEMLOCK, the usual cause of ENOMEM (ibv_reg_mr(3)).
@@ -132,21 +160,20 @@ inline bool parse_size(const char *argument, uint64_t *bytes)
 }
 
 // The same, for an option of the command line: they do not return when the argument is wrong.
-inline uint64_t number_option(const char *option, const char *argument, uint64_t least, uint64_t most)
+template <typename integer>
+void number_option(const char *option, const char *argument, uint64_t least, uint64_t most, integer *value)
 {
-    uint64_t value = 0;
-    if (!parse_number(argument, least, most, &value))
+    uint64_t number = 0;
+    if (!parse_number(argument, least, most, &number))
         usage_error(text("%s %s: not a number of %zu to %zu", option, argument, least, most));
-    return value;
+    *value = static_cast<integer>(number);
 }
 
-inline uint64_t size_option(const char *option, const char *argument, uint64_t least)
+inline void size_option(const char *option, const char *argument, uint64_t least, uint64_t *bytes)
 {
-    uint64_t bytes = 0;
-    if (!parse_size(argument, &bytes) || bytes < least)
-        usage_error(text("%s %s: not a size (bytes, or with K, M, G, T: powers of 1024; at least %zu)", option,
-                         argument, least));
-    return bytes;
+    if (!parse_size(argument, bytes) || *bytes < least)
+        usage_error(
+            text("%s %s: not a size of %zu bytes or more (K, M, G, T: powers of 1024)", option, argument, least));
 }
 
 // Finds the address of a host (name, IPv4 or IPv6, with a scope where one is needed) and a port.
@@ -173,6 +200,51 @@ inline std::string address_text(const sockaddr *address)
     const socklen_t length = ipv6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
     getnameinfo(address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
     return std::string(ipv6 ? "[" : "") + host + (ipv6 ? "]:" : ":") + port;
+}
+
+// The RDMA device that an address of this machine belongs to, "" when there is none: rdma_bind_addr
+// knows, for InfiniBand, RoCE and iWARP alike.
+inline std::string device_of(sockaddr *address)
+{
+    rdma_cm_id *id = nullptr;
+    if (rdma_create_id(nullptr, &id, nullptr, RDMA_PS_TCP) != 0)
+        return "";
+    std::string name;
+    if (rdma_bind_addr(id, address) == 0 && id->verbs != nullptr)
+        name = ibv_get_device_name(id->verbs->device);
+    rdma_destroy_id(id);
+    return name;
+}
+
+// An address of this machine on an RDMA device: of `device`, or of any when that is nullptr. IPv4
+// before IPv6; neither loopback nor link-local.
+inline bool find_local_address(const char *device, sockaddr_storage *address)
+{
+    ifaddrs *interfaces = nullptr;
+    if (getifaddrs(&interfaces) != 0)
+        return false;
+    bool found = false;
+    for (const int family : {AF_INET, AF_INET6}) {
+        for (const ifaddrs *i = interfaces; i != nullptr && !found; i = i->ifa_next) {
+            if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != family || (i->ifa_flags & IFF_LOOPBACK) != 0)
+                continue;
+            if (family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<sockaddr_in6 *>(i->ifa_addr)->sin6_addr))
+                continue;
+            const std::string name = device_of(i->ifa_addr);
+            found = !name.empty() && (device == nullptr || name == device);
+            if (found)
+                memcpy(address, i->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+        }
+    }
+    freeifaddrs(interfaces);
+    return found;
+}
+
+inline bool is_loopback(const sockaddr_storage *address)
+{
+    if (address->ss_family == AF_INET)
+        return ntohl(reinterpret_cast<const sockaddr_in *>(address)->sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
+    return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6 *>(address)->sin6_addr);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -214,6 +286,26 @@ inline statistics statistics_of(std::vector<uint64_t> samples)
             .max = samples.back(),
             .mean = mean,
             .stdev = samples.size() > 1 ? std::sqrt(squares / (count - 1)) : 0};
+}
+
+// Rate at the median, in GB/s: bytes per ns are 10^9 bytes per second.
+inline double gigabytes_per_second(uint64_t bytes, const statistics &latency)
+{
+    return static_cast<double>(bytes) / static_cast<double>(std::max<uint64_t>(latency.median, 1));
+}
+
+// perftest's columns: microseconds, with the nanoseconds behind the point.
+inline void print_statistics(uint64_t bytes, size_t iterations, const statistics &t)
+{
+    const auto us = [](auto ns) { return static_cast<double>(ns) / 1e3; };
+    printf("%12s %12s %14s %15s %14s %14s %14s %14s %8s %8s\n", "#bytes", "#iterations", "t_min[usec]",
+           "t_median[usec]", "t_avg[usec]", "t_p99[usec]", "t_max[usec]", "t_stdev[usec]", "GB/s", "Gb/s");
+    printf("%12zu %12zu %14.3f %15.3f %14.3f %14.3f %14.3f %14.3f %8.3f %8.3f\n", bytes, iterations, us(t.min),
+           us(t.median), us(t.mean), us(t.p99), us(t.max), us(t.stdev), gigabytes_per_second(bytes, t),
+           gigabytes_per_second(bytes, t) * 8);
+    printf("(GB/s, Gb/s: 10^9 bytes and bits per second, at the median)\n");
+    if (iterations < 100)
+        printf("(fewer than 100 samples: t_p99 is t_max)\n");
 }
 
 // How a range is cut into work requests: chunk_count of them, the last one perhaps shorter.
@@ -294,6 +386,59 @@ inline std::string md5_text(const uint8_t digest[md5_size])
 }
 
 // ---------------------------------------------------------------------------------------------
+// Output files
+
+// Tells before the work what would fail after it. nullptr: no such file is asked for.
+inline bool check_output(const char *option, const char *path)
+{
+    struct stat status = {};
+    if (path == nullptr)
+        return true;
+    const std::string call = std::string(option) + " " + path;
+    const bool exists = stat(path, &status) == 0;
+    if (exists && !S_ISREG(status.st_mode))
+        return failed(call, S_ISDIR(status.st_mode) ? "is a folder" : "is not a regular file",
+                      "leave the option out to write nothing");
+    if (exists && access(path, W_OK) != 0)
+        return failed(call, errno);
+    const char *slash = strrchr(path, '/');
+    const std::string folder = slash == nullptr ? "." : std::string(path, static_cast<size_t>(slash - path + 1));
+    return access(folder.c_str(), W_OK | X_OK) == 0 || failed(call, errno);
+}
+
+// Writes a file under a temporary name in the same folder and renames it when it is complete: no file
+// that looks right and is not. Ends early, and leaves nothing, when *interrupted becomes other than 0.
+inline bool write_file(const char *name, const void *data, uint64_t length, const volatile sig_atomic_t *interrupted)
+{
+    char *resolved = realpath(name, nullptr); // a symbolic link stays one
+    const std::string path = resolved != nullptr ? resolved : name;
+    free(resolved);
+    const std::string temporary = path + text(".%d.part", getpid());
+    const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (file < 0)
+        return failed("open(" + temporary + ")", errno);
+    bool ok = true;
+    progress bar{.label = "writing", .total = length};
+    for (uint64_t done = 0; ok && done < length; show_progress(&bar, done)) {
+        const ssize_t put = write(file, static_cast<const uint8_t *>(data) + done, std::min(io_piece, length - done));
+        if (put > 0)
+            done += static_cast<uint64_t>(put);
+        if (*interrupted != 0)
+            ok = failed("write(" + temporary + ")", "interrupted");
+        else if (put < 0)
+            ok = failed("write(" + temporary + ")", errno);
+    }
+    end_progress(&bar);
+    if (close(file) != 0 && ok)
+        ok = failed("close(" + temporary + ")", errno);
+    if (ok && rename(temporary.c_str(), path.c_str()) != 0)
+        ok = failed("rename(" + temporary + ", " + path + ")", errno);
+    if (!ok)
+        unlink(temporary.c_str());
+    return ok;
+}
+
+// ---------------------------------------------------------------------------------------------
 // What crosses besides the cache (P9). Every message begins with magic and version, is big-endian,
 // and has no padding. In memory the fields are in host order; encode and decode convert.
 
@@ -367,7 +512,7 @@ std::string decode(const void *bytes, size_t length, uint32_t magic, message_typ
     head = encode(head);
     if (head.magic != magic)
         return "no handshake of this program";
-    if (head.version != handshake_version)
+    if (head.version != handshake_version && magic != refusal_magic) // a refusal tells every version why
         return text("handshake version %u there, %u here", head.version, handshake_version);
     if (length < sizeof *message)
         return text("handshake of %zu bytes, %zu expected", length, sizeof *message);

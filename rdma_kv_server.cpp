@@ -100,12 +100,12 @@ static options parse_arguments(int argc, char **argv)
     options opt;
     for (int letter; (letter = getopt_long(argc, argv, "p:f:b:d:vh", long_options, nullptr)) != -1;) {
         switch (letter) {
-        case 'p': opt.port = static_cast<uint16_t>(number_option("--port", optarg, 1, 65535)); break;
+        case 'p': number_option("--port", optarg, 1, 65535, &opt.port); break;
         case 'f': opt.file = optarg; break;
-        case size_only: opt.size = size_option("--size", optarg, 1); break;
+        case size_only: size_option("--size", optarg, 1, &opt.size); break;
         case 'b': opt.bind = optarg; break;
         case 'd': opt.device = optarg; break;
-        case readers_only: opt.readers = number_option("--readers", optarg, 1, UINT64_MAX); break;
+        case readers_only: number_option("--readers", optarg, 1, UINT64_MAX, &opt.readers); break;
         case 'v': opt.verbose = true; break;
         case 'h': print_usage(stdout); exit(exit_success);
         case version_only:
@@ -159,9 +159,12 @@ static bool claim_port(server *s)
     return failed("rdma_bind_addr(" + address_text(socket_address) + ")", errno, hint);
 }
 
-static bool has_active_port(ibv_context *context, const ibv_device_attr *device)
+static bool has_active_port(ibv_context *context)
 {
-    for (uint8_t port = 1; port <= device->phys_port_cnt; ++port) {
+    ibv_device_attr device{};
+    if (ibv_query_device(context, &device) != 0)
+        return false;
+    for (uint8_t port = 1; port <= device.phys_port_cnt; ++port) {
         ibv_port_attr attributes{};
         if (ibv_query_port(context, port, &attributes) == 0 && attributes.state == IBV_PORT_ACTIVE)
             return true;
@@ -169,14 +172,16 @@ static bool has_active_port(ibv_context *context, const ibv_device_attr *device)
     return false;
 }
 
-// P4, second half: the device's context and a protection domain on it. The context is librdmacm's:
-// a queue pair of a connection and its PD must belong to the same one (rdma_create_qp(3)).
+// P4, second half: the device, its context and a protection domain on it. The context is librdmacm's:
+// a connection's queue pair and its PD must belong to the same one (rdma_create_qp(3)).
 static bool open_device(server *s)
 {
     const char *wanted = s->opt.device;
+    if (wanted != nullptr && !device_is_there(s->devices, wanted))
+        return false;
     if (s->listener->verbs != nullptr) {
         const char *bound = ibv_get_device_name(s->listener->verbs->device);
-        if (wanted != nullptr && strcmp(wanted, bound) != 0)
+        if (wanted != nullptr && strcmp(bound, wanted) != 0)
             return failed(text("-b %s -d %s", s->opt.bind, wanted), text("that address belongs to device %s", bound));
         wanted = bound;
     }
@@ -184,19 +189,15 @@ static bool open_device(server *s)
     s->contexts = rdma_get_devices(nullptr);
     if (s->contexts == nullptr)
         return failed("rdma_get_devices()", errno);
-    std::string names;
-    for (ibv_context **context = s->contexts; *context != nullptr && s->context == nullptr; ++context) {
-        const char *name = ibv_get_device_name((*context)->device);
-        names += std::string(names.empty() ? "" : ", ") + name;
-        if (ibv_query_device(*context, &s->device) != 0)
-            continue;
-        if (wanted != nullptr ? strcmp(name, wanted) == 0 : has_active_port(*context, &s->device))
+    for (ibv_context **context = s->contexts; *context != nullptr && s->context == nullptr; ++context)
+        if (wanted != nullptr ? strcmp(ibv_get_device_name((*context)->device), wanted) == 0
+                              : has_active_port(*context))
             s->context = *context;
-    }
-    if (s->context == nullptr && wanted != nullptr)
-        return failed(text("device %s", wanted), "not on this machine", "there are: " + names);
     if (s->context == nullptr)
-        return failed("devices " + names, "none has an active port", "is the link up? ibv_devinfo shows the state");
+        return failed(wanted != nullptr ? text("device %s", wanted) : "all devices", "no active port",
+                      "is the link up? ibv_devinfo shows the state");
+    if (ibv_query_device(s->context, &s->device) != 0)
+        return failed("ibv_query_device()", errno);
 
     s->pd = ibv_alloc_pd(s->context);
     return s->pd != nullptr || failed("ibv_alloc_pd()", errno);
@@ -208,8 +209,7 @@ static bool read_cache_file(server *s)
     if (file < 0)
         return failed(text("open(%s)", s->opt.file), errno,
                       errno == ENOENT ? "scripts/make_kv_cache.sh makes a test cache" : "");
-    struct stat status {
-    };
+    struct stat status = {};
     bool ok = fstat(file, &status) == 0 || failed(text("fstat(%s)", s->opt.file), errno);
     if (ok && !S_ISREG(status.st_mode))
         ok = failed(text("open(%s)", s->opt.file), "not a regular file");
@@ -351,7 +351,8 @@ static bool create_queue_pair(server *s, reader *r)
     if (rdma_create_qp(r->id, s->pd, &attributes) != 0)
         return failed("rdma_create_qp(RC)", errno);
 
-    r->closing_mr = ibv_reg_mr(s->pd, &r->message, sizeof r->message, IBV_ACCESS_LOCAL_WRITE);
+    const int access = IBV_ACCESS_LOCAL_WRITE; // a variable: clang dislikes what the macro does with an enumerator
+    r->closing_mr = ibv_reg_mr(s->pd, &r->message, sizeof r->message, access);
     if (r->closing_mr == nullptr)
         return failed(text("ibv_reg_mr(%zu bytes)", sizeof r->message), errno, memlock_hint(errno, sizeof r->message));
     ibv_sge piece{

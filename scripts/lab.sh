@@ -144,7 +144,7 @@ boot_node() {
     -virtfs "local,path=$lab/kernel/lib/modules,mount_tag=modules,security_model=none,readonly=on"
   )
   if $terminal; then
-    qemu+=(-chardev stdio,id=terminal,signal=off -device virtconsole,chardev=terminal)
+    qemu+=(-chardev "stdio,id=terminal,signal=off" -device "virtconsole,chardev=terminal")
     "${qemu[@]}" <&0 &
   else
     mkfifo "$folder/out" "$folder/err"
@@ -153,8 +153,8 @@ boot_node() {
     cat <"$folder/err" >&2 &
     reader_pids+=($!)
     qemu+=(
-      -chardev "file,id=out,path=$folder/out" -device virtserialport,chardev=out,name=out
-      -chardev "file,id=err,path=$folder/err" -device virtserialport,chardev=err,name=err
+      -chardev "file,id=out,path=$folder/out" -device "virtserialport,chardev=out,name=out"
+      -chardev "file,id=err,path=$folder/err" -device "virtserialport,chardev=err,name=err"
     )
     "${qemu[@]}" </dev/null &
   fi
@@ -181,6 +181,7 @@ wait_for_node() {
   return "$(<"$folder/exit_status")"
 }
 
+# shellcheck disable=SC2317 # reached by trap
 clean_up() {
   local pid
   for pid in "${node_pid[@]}" "${reader_pids[@]}" ${console_pid:+"$console_pid"}; do
@@ -188,7 +189,7 @@ clean_up() {
     wait "$pid" 2>/dev/null || true
   done
   [[ -z ${saved_terminal:-} ]] || stty "$saved_terminal"
-  [[ -n ${LAB_KEEP:-} ]] || rm -rf "${run:?}"
+  rm -rf "${run:?}"
 }
 
 main() {

@@ -1,0 +1,65 @@
+#!/usr/bin/env bats
+# scripts/lab.sh and, through it, scripts/demo.sh. Each guest takes some seconds: few of them here.
+bats_require_minimum_version 1.5.0
+
+setup() {
+  cd "$BATS_TEST_DIRNAME/.." || return
+  [[ $(uname -m) == x86_64 ]] || skip "the lab was only made for x86_64"
+}
+
+no_guest_left() {
+  [[ -z $(ls -d build/lab/run.* 2>/dev/null) ]] || { ls -d build/lab/run.*; return 1; }
+}
+
+@test "a command's two outputs, exit status, folder and arguments" {
+  # shellcheck disable=SC2016 # for the guest's shell to expand, or not at all
+  run -7 --separate-stderr env -C tests ../scripts/lab.sh -- \
+    bash -c 'uname -r; pwd; echo "$1|$2"; echo to stderr >&2; cat; exit 7' name 'a  b' '$c'
+  [[ ${lines[0]} == "$(<build/lab/kernel/version)" && ${lines[1]} == "$PWD/tests" && ${lines[2]} == "a  b|\$c" && ${#lines[@]} -eq 3 ]] ||
+    { echo "$output"; return 1; }
+  [[ $stderr == *"to stderr"* && $stderr == *"lab: booting a guest"* ]]
+  no_guest_left
+}
+
+@test "the host's files are out of a guest's reach, the project's are not" {
+  local probe=build/tests/lab-probe
+  mkdir -p build/tests
+  rm -f "$probe"
+  run -0 scripts/lab.sh -- bash -c "echo written >$probe; touch /etc/lab-probe /usr/lab-probe"
+  [[ $(<"$probe") == written && ! -e /etc/lab-probe && ! -e /usr/lab-probe ]]
+  rm "$probe"
+  no_guest_left
+}
+
+@test "a guest that takes too long is stopped: exit status 124" {
+  run -124 scripts/lab.sh --timeout 12 -- sleep 1000
+  [[ $output == *"not finished after 12 s"* ]]
+  no_guest_left
+}
+
+@test "a guest that dies: exit status 125, and its console" {
+  run -125 scripts/lab.sh -- bash -c 'echo c >/proc/sysrq-trigger; sleep 100'
+  [[ $output == *"ended before its command did"* && $output == *"sysrq"* ]]
+  no_guest_left
+}
+
+@test "SIGTERM stops the guest and leaves nothing" {
+  scripts/lab.sh -- sleep 1000 >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
+  local pid=$! qemu status=0
+  sleep 4
+  qemu=$(pgrep -P "$pid" qemu)
+  kill -TERM "$pid"
+  wait "$pid" || status=$?
+  [[ $status -eq 143 ]]
+  run ! kill -0 "$qemu"
+  no_guest_left
+}
+
+@test "demo.sh: a cache crosses, both MD5 sums are printed, equal" {
+  run -0 --separate-stderr scripts/demo.sh --lab --size 32M
+  [[ $(grep -cE '^[0-9a-f]{32}  (kv_cache|received)\.bin$' <<<"$output") -eq 2 ]] || { echo "$output"; return 1; }
+  [[ $(grep -oE '^[0-9a-f]{32}  ' <<<"$output" | sort -u | wc -l) -eq 1 ]]
+  [[ $output == *"MD5 "*", equal to the server's"* && $output == *"SoftRoCE in the lab"* ]]
+  cmp build/demo/kv_cache.bin build/demo/received.bin
+  no_guest_left
+}

@@ -1,0 +1,137 @@
+#!/usr/bin/env bats
+# A process that goes away in the middle costs the other side an error in bounded time, and the
+# server nothing.
+load helpers
+
+setup() { need_device; folder=$BATS_TEST_TMPDIR; }
+teardown() {
+  stop_what_runs
+  [[ -z ${reader_pid:-} ]] || kill -KILL "$reader_pid" 2>/dev/null || true
+}
+
+# A reader that will be at it for a while; returns when it reads. 32 MiB is well under a second's work.
+start_long_reader() {
+  "$reader" -s "$address" -n 100000 -o "$folder/received" "$@" >"$folder/reader.log" 2>&1 3>&- &
+  reader_pid=$!
+  wait_for "grep -q ^reading $folder/reader.log || ! kill -0 $reader_pid"
+  sleep 0.5
+  kill -0 "$reader_pid" || { cat "$folder/reader.log"; return 1; }
+}
+
+# reader_ends STATUS SECONDS TEXT
+reader_ends() {
+  local status=0 pid=$reader_pid
+  wait_for "! kill -0 $pid" "$2"
+  reader_pid=""
+  wait "$pid" || status=$?
+  if [[ $status -ne $1 ]] || ! grep -q "$3" "$folder/reader.log"; then
+    echo "reader: exit status $status"
+    cat "$folder/reader.log"
+    return 1
+  fi
+}
+
+
+@test "a reader is killed while reading: another is served, and nothing stays behind" {
+  start_server --size 32M
+  start_long_reader
+  kill -KILL "$reader_pid"
+  wait_for "grep -q 'left without a closing message' $log"
+  read_cache
+  [[ $status -eq 0 ]] || { show; return 1; }
+  wait_for "[[ \$(rdma resource show qp | grep -c rdma_kv_) -eq 0 ]]"
+  only_has "$folder" server.log reader.log
+  stop_server
+}
+
+@test "ten readers are killed one after the other: the eleventh is served" {
+  start_server --size 32M
+  for _ in {1..10}; do
+    start_long_reader
+    kill -KILL "$reader_pid"
+    wait "$reader_pid" || true
+  done
+  read_cache
+  [[ $status -eq 0 ]] || { show; return 1; }
+  wait_for "[[ \$(rdma resource show qp | grep -c rdma_kv_) -eq 0 ]]"
+  [[ $(rdma resource show mr | grep -c rdma_kv_server) -eq 1 ]] # the cache
+  stop_server
+}
+
+@test "the server is killed while a reader reads: the reader ends with an error, and no output" {
+  start_server --size 32M
+  start_long_reader --timeout 10
+  kill -KILL "$server_pid"
+  server_pid=""
+  reader_ends 1 12 'of 33554432 bytes had arrived'
+  only_has "$folder" server.log reader.log
+}
+
+@test "the same for a reader that sleeps on events" {
+  start_server --size 32M
+  start_long_reader --timeout 10 --events
+  kill -KILL "$server_pid"
+  server_pid=""
+  reader_ends 1 12 'of 33554432 bytes had arrived'
+  only_has "$folder" server.log reader.log
+}
+
+@test "SIGTERM to the server while a reader reads: both end, the server well" {
+  start_server --size 32M
+  start_long_reader
+  stop_server
+  reader_ends 1 12 'the server disconnected\|flushed'
+  grep -q 'was disconnected without a closing message' "$log"
+  only_has "$folder" server.log reader.log
+}
+
+@test "SIGINT and SIGTERM to an idle server: exit status 0" {
+  start_server --size 64K
+  stop_server
+  start_server --size 64K
+  kill -INT "$server_pid"
+  server_ends
+  grep -q '^served 0 of 0 readers' "$log"
+}
+
+@test "SIGINT to a reader: it ends at once, leaves nothing, and the server goes on" {
+  start_server --size 32M
+  local signal
+  for signal in INT TERM; do
+    start_long_reader
+    kill "-$signal" "$reader_pid"
+    reader_ends 1 3 interrupted
+  done
+  only_has "$folder" server.log reader.log
+  read_cache
+  [[ $status -eq 0 ]] || { show; return 1; }
+  stop_server
+}
+
+@test "a server that does not answer: the reader gives up within its timeout" {
+  start_server --size 64K
+  kill -STOP "$server_pid"
+  local start=$SECONDS
+  read_cache --timeout 2
+  kill -CONT "$server_pid"
+  [[ $status -eq 1 && $stderr == *"rdma_connect($address:12345): no answer in 2 s"* ]] || { show; return 1; }
+  ((SECONDS - start <= 5))
+  # It goes on as if nothing had been.
+  read_cache
+  [[ $status -eq 0 ]] || { show; return 1; }
+  stop_server
+}
+
+@test "a stopped server still serves READs: they are one-sided" {
+  start_server --size 32M
+  start_long_reader
+  kill -STOP "$server_pid"
+  local before after
+  before=$(awk '{ print $14 + $15 }' "/proc/$server_pid/stat")
+  sleep 2
+  after=$(awk '{ print $14 + $15 }' "/proc/$server_pid/stat")
+  kill -0 "$reader_pid"
+  [[ $before == "$after" ]]
+  kill -KILL "$reader_pid"
+  kill -CONT "$server_pid"
+}

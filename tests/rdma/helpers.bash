@@ -1,0 +1,74 @@
+# What the tests of this folder share. They run where an RDMA device is, or can be made: in the lab
+# or on a machine that has one.
+bats_require_minimum_version 1.5.0
+
+project=$(cd "$BATS_TEST_DIRNAME/../.." && pwd)
+server=$project/rdma_kv_server
+reader=$project/rdma_kv_reader
+server_pid=""
+
+in_lab() { [[ -n ${LAB_NODE:-} ]]; }
+
+# An active device, and an address of it; SoftRoCE's where there is none yet.
+need_device() {
+  if ! grep -qs ACTIVE /sys/class/infiniband/*/ports/*/state; then
+    "$project/scripts/softroce.sh" up >&2
+  fi
+  device=$(basename "$(dirname "$(dirname "$(dirname "$(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | head -n 1)")")")")
+  netdev=$(cat /sys/class/infiniband/"$device"/ports/1/gid_attrs/ndevs/0)
+  address=$(ip -4 -o address show dev "$netdev" | awk '{ sub("/.*", "", $4); print $4; exit }')
+}
+
+# start_server OPTION... : sets server_pid once it listens; its output is in $log.
+start_server() {
+  log=$BATS_TEST_TMPDIR/server.log
+  "$server" "$@" >"$log" 2>&1 3>&- &
+  server_pid=$!
+  wait_for "grep -q ^listening $log || ! kill -0 $server_pid" 60
+  kill -0 "$server_pid" || { cat "$log"; return 1; }
+}
+
+# Stops the server as a user would, and sees that it ends well.
+stop_server() {
+  kill -TERM "$server_pid"
+  server_ends
+}
+
+# Waits for a server that stops by itself (--readers, a signal), and sees that it ends well.
+server_ends() {
+  local pid=$server_pid
+  server_pid=""
+  wait "$pid" || { echo "server: exit status $?"; cat "$log"; return 1; }
+}
+
+# wait_for CONDITION [SECONDS]
+wait_for() {
+  local deadline=$((SECONDS + ${2:-20}))
+  until eval "$1" 2>/dev/null; do
+    ((SECONDS < deadline)) || { echo "not within ${2:-20} s: $1"; return 1; }
+    sleep 0.1
+  done
+}
+
+# read_cache OPTION... : a reader with a limit on its time; sets status, output, stderr as run does.
+read_cache() { read_cache_at "$address" "$@"; }
+read_cache_at() { run --separate-stderr timeout 120 "$reader" -s "$@"; }
+
+# Shown when a test fails.
+show() {
+  echo "status $status; stdout:"; echo "$output"
+  echo "stderr:"; echo "${stderr:-}"
+  [[ ! -e ${log:-} ]] || { echo "server:"; cat "$log"; }
+}
+
+# The server has served and lives; says so when it does not.
+server_is_alive() { kill -0 "$server_pid" || { echo "the server is gone:"; cat "$log"; return 1; }; }
+
+# Nothing but these is in a folder: neither an output nor part of one.
+only_has() {
+  local folder=$1
+  shift
+  diff <(ls -A "$folder") <(printf '%s\n' "$@" | sort | sed '/^$/d')
+}
+
+stop_what_runs() { [[ -z $server_pid ]] || kill -KILL "$server_pid" 2>/dev/null || true; }

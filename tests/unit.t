@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# GoogleTest's tests of common.hpp, as TAP.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+mkdir -p build/tests
+"${CXX:-g++}" -std=c++20 -Wall -Wextra -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined \
+  tests/unit/common_test.cpp -o build/tests/common_test -lgtest_main -lgtest -libverbs -lrdmacm -lcrypto
+status=0
+build/tests/common_test --gtest_color=no >build/tests/common_test.log 2>&1 || status=$?
+awk -v status="$status" '
+  /^\[       OK \]/        { print "ok " ++number " - " $4 }
+  /^\[  FAILED  \].* ms\)/ { print "not ok " ++number " - " $4 }
+  !/^\[/ && NF             { print "# " $0 }
+  END                      { if (status != 0) print "not ok " ++number " - exit status " status; print "1.." number }
+' build/tests/common_test.log
+exit "$status"
