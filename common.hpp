@@ -6,6 +6,7 @@
 #include <arpa/inet.h>
 #include <endian.h>
 #include <fcntl.h>
+#include <glob.h>
 #include <ifaddrs.h>
 #include <infiniband/verbs.h>
 #include <net/if.h>
@@ -91,10 +92,12 @@ inline void remark(const std::string &line)
 
 inline bool no_rdma_device()
 {
-    if (access("/sys/class/infiniband", F_OK) == 0 && access("/dev/infiniband", F_OK) != 0)
-        return failed(
-            "ibv_get_device_list()", "/dev/infiniband is missing, though the kernel has RDMA",
-            "load ib_uverbs and rdma_ucm; in a container pass --device=/dev/infiniband and --ulimit memlock=-1");
+    glob_t in_kernel{}; // there may be devices that this process cannot reach
+    const bool unreachable = glob("/sys/class/infiniband/*", 0, nullptr, &in_kernel) == 0;
+    globfree(&in_kernel);
+    if (unreachable)
+        return failed("ibv_get_device_list()", "the kernel has an RDMA device, but /dev/infiniband is incomplete",
+                      "load ib_uverbs and rdma_ucm; for a container: --device=/dev/infiniband --ulimit memlock=-1");
     return failed("ibv_get_device_list()", "no RDMA device on this machine",
                   "SoftRoCE on this kernel: sudo scripts/softroce.sh up; without kernel support: scripts/lab.sh");
 }
@@ -202,18 +205,17 @@ inline std::string address_text(const sockaddr *address)
     return std::string(ipv6 ? "[" : "") + host + (ipv6 ? "]:" : ":") + port;
 }
 
-// The RDMA device that an address of this machine belongs to, "" when there is none: rdma_bind_addr
-// knows, for InfiniBand, RoCE and iWARP alike.
-inline std::string device_of(sockaddr *address)
+// Whether rdma_cm can bind to an address of this machine, and the RDMA device it belongs to: "" for a
+// wildcard. So asked, it is the same for InfiniBand, RoCE and iWARP. Wants a port of 0.
+inline bool can_bind(sockaddr *address, std::string *device)
 {
     rdma_cm_id *id = nullptr;
     if (rdma_create_id(nullptr, &id, nullptr, RDMA_PS_TCP) != 0)
-        return "";
-    std::string name;
-    if (rdma_bind_addr(id, address) == 0 && id->verbs != nullptr)
-        name = ibv_get_device_name(id->verbs->device);
+        return false;
+    const bool ok = rdma_bind_addr(id, address) == 0;
+    *device = ok && id->verbs != nullptr ? ibv_get_device_name(id->verbs->device) : "";
     rdma_destroy_id(id);
-    return name;
+    return ok;
 }
 
 // An address of this machine on an RDMA device: of `device`, or of any when that is nullptr. IPv4
@@ -230,8 +232,8 @@ inline bool find_local_address(const char *device, sockaddr_storage *address)
                 continue;
             if (family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<sockaddr_in6 *>(i->ifa_addr)->sin6_addr))
                 continue;
-            const std::string name = device_of(i->ifa_addr);
-            found = !name.empty() && (device == nullptr || name == device);
+            std::string name;
+            found = can_bind(i->ifa_addr, &name) && !name.empty() && (device == nullptr || name == device);
             if (found)
                 memcpy(address, i->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
         }

@@ -14,6 +14,7 @@
 #include <infiniband/verbs.h>
 #include <poll.h>
 #include <rdma/rdma_cma.h>
+#include <sched.h>
 
 #include "common.hpp"
 
@@ -23,7 +24,7 @@ struct options {
     uint16_t port = 12345;
     uint64_t iterations = 1;
     uint64_t offset = 0, size = 0; // size 0: to the end of the cache
-    uint64_t chunk = 1 << 20;      // bytes of a work request; 0: one work request for all
+    uint64_t chunk = 8 << 20;      // bytes of a work request; 0: one work request for all
     uint32_t outstanding = 16;     // work requests under way
     uint64_t timeout = 10;         // seconds
     bool events = false, verify = true, verbose = false;
@@ -70,7 +71,7 @@ static void print_usage(FILE *stream)
           "  -n, --iterations N     read N times (default 1)\n"
           "      --offset N         start at this byte of the cache (default 0)\n"
           "      --size N           read N bytes (default: to the end)\n"
-          "  -c, --chunk N          bytes of a work request (default 1M; 0: one for all, if the port can)\n"
+          "  -c, --chunk N          bytes of a work request (default 8M; 0: one for all, if the port can)\n"
           "      --outstanding N    work requests under way (default 16)\n"
           "  -d, --device NAME      RDMA device (default: the route's)\n"
           "  -b, --bind ADDRESS     this side's address\n"
@@ -481,6 +482,14 @@ static bool read_once(reader *r, progress *bar)
 // come with the last one.
 static bool read_cache(reader *r)
 {
+    // Meanwhile this thread stays on the processor it is on. A poller that the scheduler moves about
+    // drags the software device's work along: over SoftRoCE staying gains a quarter.
+    cpu_set_t before, here;
+    CPU_ZERO(&here);
+    CPU_SET(static_cast<unsigned>(sched_getcpu()), &here);
+    const bool stays =
+        sched_getaffinity(0, sizeof before, &before) == 0 && sched_setaffinity(0, sizeof here, &here) == 0;
+
     progress bar{.label = "reading", .total = r->opt.iterations * chunk_count(r->length, r->chunk)};
     bool ok = true;
     for (uint64_t i = 0; ok && i < r->opt.iterations; ++i) {
@@ -489,6 +498,8 @@ static bool read_cache(reader *r)
         ok = read_once(r, &bar);
     }
     end_progress(&bar);
+    if (stays)
+        sched_setaffinity(0, sizeof before, &before);
     return ok;
 }
 
@@ -662,6 +673,7 @@ static bool run(reader *r)
 
 int main(int argc, char **argv)
 {
+    setvbuf(stdout, nullptr, _IOLBF, 0); // a log is read while it grows
     reader r{};
     r.opt = parse_arguments(argc, argv);
     struct sigaction action = {}; // no SA_RESTART: a signal ends a wait

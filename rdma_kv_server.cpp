@@ -148,15 +148,20 @@ static bool claim_port(server *s)
         return false;
 
     auto *const socket_address = reinterpret_cast<sockaddr *>(&address);
+    const std::string call = "rdma_bind_addr(" + address_text(socket_address) + ")";
+    if (is_loopback(&address))
+        return failed(call, "a loopback address, over which RDMA never connects",
+                      "leave -b out, or give it the address of an RDMA device");
     if (rdma_bind_addr(s->listener, socket_address) == 0)
         return true;
-    const char *hint = "";
-    if (errno == EADDRINUSE)
-        hint = "another program has this port: choose one with -p (rdma_cm has ports of its own: 'rdma resource show "
-               "cm_id')";
-    else if (errno == ENODEV || errno == EADDRNOTAVAIL)
-        hint = "no RDMA device has this address; 127.0.0.1 is none either, leave -b out to listen on all";
-    return failed("rdma_bind_addr(" + address_text(socket_address) + ")", errno, hint);
+    // EADDRNOTAVAIL is an address from elsewhere, or a port in use when a wildcard is involved.
+    const int error = errno;
+    std::string device;
+    reinterpret_cast<sockaddr_in *>(&address)->sin_port = 0; // IPv6 has it at the same place
+    if (error == EADDRINUSE || (error == EADDRNOTAVAIL && can_bind(socket_address, &device)))
+        return failed(call, "the port is in use by another program",
+                      "choose another with -p; 'rdma resource show cm_id' shows who has it");
+    return failed(call, error, "no RDMA device here has this address");
 }
 
 static bool has_active_port(ibv_context *context)
@@ -302,8 +307,7 @@ static bool create_completion_queue(server *s)
 static bool listen_for_readers(server *s)
 {
     if (rdma_listen(s->listener, 128) != 0)
-        return failed("rdma_listen(" + address_text(rdma_get_local_addr(s->listener)) + ")", errno,
-                      errno == EADDRINUSE ? "another program has this port: choose one with -p" : "");
+        return failed("rdma_listen(" + address_text(rdma_get_local_addr(s->listener)) + ")", errno);
     printf("listening on %s, device %s\n", address_text(rdma_get_local_addr(s->listener)).c_str(),
            ibv_get_device_name(s->context->device));
     return true;

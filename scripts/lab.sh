@@ -95,6 +95,7 @@ choose_accelerator() {
 }
 
 # What the guest runs, written as a script into its share: boot_node FOLDER COMMAND...
+# shellcheck disable=SC2016 # for the guest's shell to expand
 write_start_script() {
   local folder=$1
   shift
@@ -109,8 +110,13 @@ write_start_script() {
       printf '%q ' "$@"
       printf '</dev/hvc0 >/dev/hvc0 2>&1\n'
     else
+      # By way of pipes: a port can be opened once, and programs open /dev/stderr again. What a process
+      # left behind still says is waited for no longer than a second.
+      printf 'mkfifo /run/out /run/err\n'
+      printf 'cat </run/out >/dev/virtio-ports/out &\ncat </run/err >/dev/virtio-ports/err &\n'
       printf '%q ' "$@"
-      printf '</dev/null >/dev/virtio-ports/out 2>/dev/virtio-ports/err\n'
+      printf '</dev/null >/run/out 2>/run/err\nstatus=$?\n'
+      printf 'for _ in {1..10}; do [[ -n $(jobs -r) ]] || break; sleep 0.1; done\nexit $status\n'
     fi
   } >"$folder/start"
 }

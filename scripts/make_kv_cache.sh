@@ -21,9 +21,10 @@ main() {
   [[ $size =~ ^[1-9][0-9]*[KMG]?$ ]] ||
     { printf "make_kv_cache.sh: '%s' is not a size (bytes, or with K, M, G)\n" "$size" >&2; exit 2; }
   # Under another name until it is complete.
-  trap 'rm -f "$file.part"' EXIT
-  head -c "$size" /dev/urandom >"$file.part"
-  mv "$file.part" "$file"
+  part=$file.part
+  trap 'rm -f "$part"' EXIT
+  head -c "$size" /dev/urandom >"$part"
+  mv "$part" "$file"
   printf '%s: %s bytes\n' "$file" "$(stat -c %s "$file")"
 }
 

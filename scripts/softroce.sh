@@ -58,7 +58,7 @@ make_veth_pair() {
   [[ ! -d /sys/class/net/$own_netdev ]] || die "interface $own_netdev exists already" "ip link delete $own_netdev"
   local network
   network=$(ip -o route show root "$address" 2>/dev/null || true)
-  [[ -z $network && -z $(ip -o address show to "${address%/*}") ]] ||
+  [[ -z $network && -z $(ip -o address show to "$address") ]] ||
     die "address $address: this machine uses that network already" "choose another: --address 10.77.0.1/24"
   load_module veth
   ip link add "$own_netdev" mtu 9000 type veth peer name "$own_peer" mtu 9000 ||

@@ -30,7 +30,6 @@ main() {
     arch=-march=x86-64-v2
   fi
   make -s ARCH="$arch"
-  make -s -C tests ARCH="$arch"
   local -a tests=("$@")
   [[ ${#tests[@]} -gt 0 ]] || tests=(tests/*.t tests/*.bats)
   prove --timer --comments "${tests[@]}"

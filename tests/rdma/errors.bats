@@ -2,10 +2,14 @@
 # What a user sees when something is wrong: the message, the hint, the exit status, in bounded time.
 load helpers
 
-setup() { need_device; folder=$BATS_TEST_TMPDIR; }
+setup() {
+  need_device
+  folder=$BATS_TEST_TMPDIR/folder
+  mkdir "$folder"
+}
 teardown() {
   stop_what_runs
-  [[ -z ${other_pid:-} ]] || kill -KILL "$other_pid" 2>/dev/null || true
+  kill_hard "${other_pid:-}"
 }
 
 # fails STATUS "text in stderr"... : what the last run must have ended with.
@@ -53,12 +57,20 @@ fails() {
 @test "the server's port is in use" {
   start_server --size 1M
   run --separate-stderr timeout 60 "$server" --size 1M
-  fails 1 "Address already in use" ":12345)" "another program has this port"
+  fails 1 "rdma_bind_addr([::]:12345): the port is in use by another program" "hint: choose another with -p"
+  run --separate-stderr timeout 60 "$server" --size 1M -b "$address"
+  fails 1 "rdma_bind_addr($address:12345): the port is in use by another program"
+  stop_server
+  start_server --size 1M -b "$address"
+  run --separate-stderr timeout 60 "$server" --size 1M -b "$address"
+  fails 1 "rdma_bind_addr($address:12345): the port is in use by another program"
 }
 
 @test "the server bound to an address without RDMA" {
   run --separate-stderr timeout 60 "$server" --size 1M -b 127.0.0.1
-  fails 1 "rdma_bind_addr(127.0.0.1:12345)" "no RDMA device has this address"
+  fails 1 "rdma_bind_addr(127.0.0.1:12345): a loopback address, over which RDMA never connects"
+  run --separate-stderr timeout 60 "$server" --size 1M -b 192.0.2.1
+  fails 1 "rdma_bind_addr(192.0.2.1:12345): Cannot assign requested address" "no RDMA device here has this address"
 }
 
 @test "-b and -d of the server that contradict each other" {

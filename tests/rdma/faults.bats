@@ -3,10 +3,14 @@
 # server nothing.
 load helpers
 
-setup() { need_device; folder=$BATS_TEST_TMPDIR; }
+setup() {
+  need_device
+  folder=$BATS_TEST_TMPDIR/folder
+  mkdir "$folder"
+}
 teardown() {
+  kill_hard "${reader_pid:-}"
   stop_what_runs
-  [[ -z ${reader_pid:-} ]] || kill -KILL "$reader_pid" 2>/dev/null || true
 }
 
 # A reader that will be at it for a while; returns when it reads. 32 MiB is well under a second's work.
@@ -35,12 +39,12 @@ reader_ends() {
 @test "a reader is killed while reading: another is served, and nothing stays behind" {
   start_server --size 32M
   start_long_reader
-  kill -KILL "$reader_pid"
+  kill_hard "$reader_pid"
   wait_for "grep -q 'left without a closing message' $log"
   read_cache
   [[ $status -eq 0 ]] || { show; return 1; }
   wait_for "[[ \$(rdma resource show qp | grep -c rdma_kv_) -eq 0 ]]"
-  only_has "$folder" server.log reader.log
+  only_has "$folder" reader.log
   stop_server
 }
 
@@ -48,8 +52,7 @@ reader_ends() {
   start_server --size 32M
   for _ in {1..10}; do
     start_long_reader
-    kill -KILL "$reader_pid"
-    wait "$reader_pid" || true
+    kill_hard "$reader_pid"
   done
   read_cache
   [[ $status -eq 0 ]] || { show; return 1; }
@@ -61,19 +64,19 @@ reader_ends() {
 @test "the server is killed while a reader reads: the reader ends with an error, and no output" {
   start_server --size 32M
   start_long_reader --timeout 10
-  kill -KILL "$server_pid"
+  kill_hard "$server_pid"
   server_pid=""
   reader_ends 1 12 'of 33554432 bytes had arrived'
-  only_has "$folder" server.log reader.log
+  only_has "$folder" reader.log
 }
 
 @test "the same for a reader that sleeps on events" {
   start_server --size 32M
   start_long_reader --timeout 10 --events
-  kill -KILL "$server_pid"
+  kill_hard "$server_pid"
   server_pid=""
   reader_ends 1 12 'of 33554432 bytes had arrived'
-  only_has "$folder" server.log reader.log
+  only_has "$folder" reader.log
 }
 
 @test "SIGTERM to the server while a reader reads: both end, the server well" {
@@ -82,7 +85,7 @@ reader_ends() {
   stop_server
   reader_ends 1 12 'the server disconnected\|flushed'
   grep -q 'was disconnected without a closing message' "$log"
-  only_has "$folder" server.log reader.log
+  only_has "$folder" reader.log
 }
 
 @test "SIGINT and SIGTERM to an idle server: exit status 0" {
@@ -102,7 +105,7 @@ reader_ends() {
     kill "-$signal" "$reader_pid"
     reader_ends 1 3 interrupted
   done
-  only_has "$folder" server.log reader.log
+  only_has "$folder" reader.log
   read_cache
   [[ $status -eq 0 ]] || { show; return 1; }
   stop_server
@@ -132,6 +135,6 @@ reader_ends() {
   after=$(awk '{ print $14 + $15 }' "/proc/$server_pid/stat")
   kill -0 "$reader_pid"
   [[ $before == "$after" ]]
-  kill -KILL "$reader_pid"
+  kill_hard "$reader_pid"
   kill -CONT "$server_pid"
 }

@@ -71,4 +71,7 @@ only_has() {
   diff <(ls -A "$folder") <(printf '%s\n' "$@" | sort | sed '/^$/d')
 }
 
-stop_what_runs() { [[ -z $server_pid ]] || kill -KILL "$server_pid" 2>/dev/null || true; }
+# kill_hard PID : SIGKILL, and no word about it from the shell.
+kill_hard() { { [[ -z $1 ]] || { kill -KILL "$1" && wait "$1"; }; } 2>/dev/null || true; }
+
+stop_what_runs() { [[ -z $server_pid ]] || { kill -CONT "$server_pid"; stop_server; }; }

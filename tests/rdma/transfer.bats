@@ -2,7 +2,11 @@
 # What arrives is what was sent: every size, part, way of cutting and way of waiting.
 load helpers
 
-setup() { need_device; folder=$BATS_TEST_TMPDIR; }
+setup() {
+  need_device
+  folder=$BATS_TEST_TMPDIR/folder
+  mkdir "$folder"
+}
 teardown() { stop_what_runs; }
 
 # round_trip BYTES OPTION... : a random file crosses and is compared byte for byte.
@@ -132,10 +136,10 @@ round_trip() {
 
 @test "100 connections, one after the other" {
   start_server --size 64K --readers 100
-  local i
-  for ((i = 1; i <= 100; i++)); do
+  local connection # not i: run uses that
+  for connection in {1..100}; do
     read_cache
-    [[ $status -eq 0 ]] || { echo "connection $i"; show; return 1; }
+    [[ $status -eq 0 ]] || { echo "connection $connection"; show; return 1; }
   done
   server_ends
   [[ $(grep -c 'MD5 equal' "$log") -eq 100 ]]
