@@ -30,7 +30,7 @@ packages_of() {
 is_installed() { [[ $(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null) == installed ]]; }
 
 main() {
-  local dry_run=false set package
+  local dry_run=false set package names
   local -a sets=() wanted=() missing=()
   for set in "$@"; do
     case $set in
@@ -41,7 +41,8 @@ main() {
   done
   [[ ${#sets[@]} -gt 0 ]] || sets=(build run)
   for set in "${sets[@]}"; do
-    read -ra wanted <<<"${wanted[*]} $(packages_of "$set")"
+    names=$(packages_of "$set") || exit
+    read -ra wanted <<<"${wanted[*]} $names"
   done
 
   if ! command -v apt-get >/dev/null; then

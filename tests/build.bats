@@ -33,7 +33,7 @@ strict="-O2 -Wpedantic -Wshadow -Wconversion"
 @test "nothing is built twice; another flag builds anew" {
   make -s "BIN=$bin"
   run -0 make "BIN=$bin"
-  [[ $output == *"Nothing to be done"* ]] || { echo "$output"; return 1; }
+  [[ $output != *rdma_kv* ]] || { echo "$output"; return 1; }
   run -0 make "BIN=$bin" ARCH=-march=x86-64
   [[ $output == *"-march=x86-64 "* ]] || { echo "$output"; return 1; }
 }
