@@ -2,9 +2,9 @@
 #   make            both programs, here         make install   into $(DESTDIR)$(PREFIX)/bin
 #   make demo       1 GB by RDMA READ           make clean
 #   make test       every test
-# CXX, CXXFLAGS, CPPFLAGS, LDFLAGS and ARCH (say ARCH=-march=x86-64-v2 for another machine) may be set.
+# CXX, CXXFLAGS, CPPFLAGS, LDFLAGS and MARCH (say MARCH=-march=x86-64-v3 for another machine) may be set.
 CXX      ?= g++
-ARCH     ?= -march=native
+MARCH    ?= -march=native
 CXXFLAGS ?= -O2
 PREFIX   ?= /usr/local
 # Where the programs go; the tests build variants elsewhere.
@@ -16,7 +16,7 @@ CXX := g++
 endif
 
 programs := $(BIN)/rdma_kv_server $(BIN)/rdma_kv_reader
-compile   = $(CXX) -std=c++20 -Wall -Wextra $(CXXFLAGS) $(ARCH) $(CPPFLAGS)
+compile   = $(CXX) -std=c++20 -Wall -Wextra $(CXXFLAGS) $(MARCH) $(CPPFLAGS)
 libraries = -libverbs -lrdmacm -lcrypto -lpthread
 # Holds the command the programs were built with: they are built anew when it changes.
 command  := $(BIN)/build/command
@@ -31,6 +31,7 @@ header_packages := infiniband/verbs.h:libibverbs-dev rdma/rdma_cma.h:librdmacm-d
 
 $(command): FORCE
 	@command -v $(firstword $(CXX)) >/dev/null || { echo "make: no compiler $(CXX): install g++ (scripts/install_deps.sh build)" >&2; exit 1; }
+	@echo | $(compile) -x c++ -E -o /dev/null - || { echo "make: $(compile): the compiler refuses this" >&2; exit 1; }
 	@for pair in $(header_packages); do \
 	  echo "#include <$${pair%:*}>" | $(compile) -x c++ -E -o /dev/null - 2>/dev/null || \
 	    { echo "make: <$${pair%:*}> is missing: install $${pair#*:} (scripts/install_deps.sh build)" >&2; exit 1; }; \
@@ -41,9 +42,9 @@ $(command): FORCE
 install: $(programs)
 	install -D -t $(DESTDIR)$(PREFIX)/bin $(programs)
 
-# What was built. The lab's kernel under build/lab stays: rm -r build/lab removes it.
+# What was built, and what demo and tests left. The lab's kernel stays: rm -r build/lab removes it.
 clean:
-	rm -rf $(programs) $(BIN)/build/command build/tests
+	rm -rf $(programs) $(BIN)/build/command build/tests build/demo
 
 demo:
 	scripts/demo.sh

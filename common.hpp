@@ -46,7 +46,7 @@ enum exit_status { exit_success = 0, exit_failure = 1, exit_usage = 2, exit_mism
 // printf into a string.
 [[gnu::format(printf, 1, 2)]] inline std::string text(const char *format, ...)
 {
-    char buffer[512];
+    char buffer[1024];
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(buffer, sizeof buffer, format, arguments);
@@ -58,8 +58,7 @@ enum exit_status { exit_success = 0, exit_failure = 1, exit_usage = 2, exit_mism
 inline bool failed(const std::string &call, const std::string &reason, const std::string &hint = "")
 {
     fprintf(stderr, "%s: %s: %s\n", program_invocation_short_name, call.c_str(), reason.c_str());
-    if (!hint.empty())
-        fprintf(stderr, "  hint: %s\n", hint.c_str());
+    if (!hint.empty()) fprintf(stderr, "  hint: %s\n", hint.c_str());
     return false;
 }
 
@@ -81,6 +80,17 @@ inline std::string printable(const char *bytes, size_t length)
 inline void remark(const std::string &line)
 {
     fprintf(stderr, "%s: %s\n", program_invocation_short_name, line.c_str());
+}
+
+// Set by SIGINT and SIGTERM. Whatever takes long looks at it; no SA_RESTART, so that a wait ends.
+inline volatile sig_atomic_t interrupted = 0;
+
+inline void catch_signals()
+{
+    struct sigaction action = {};
+    action.sa_handler = [](int) { interrupted = 1; };
+    sigaction(SIGINT, &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
 }
 
 [[noreturn]] inline void usage_error(const std::string &what)
@@ -107,19 +117,24 @@ inline bool device_is_there(ibv_device **list, const char *name)
 {
     std::string names;
     for (; *list != nullptr; ++list) {
-        if (strcmp(ibv_get_device_name(*list), name) == 0)
-            return true;
+        if (strcmp(ibv_get_device_name(*list), name) == 0) return true;
         names += std::string(names.empty() ? "" : ", ") + ibv_get_device_name(*list);
     }
     return failed(text("device %s", name), "not on this machine", "there are: " + names);
 }
 
-// Why pinning memory may have failed: RLIMIT_MEMLOCK, the usual cause of ENOMEM (ibv_reg_mr(3)).
+// Whether the kernel does the work of this device in software (SoftRoCE, siw): only these have a parent,
+// the network interface they were made on.
+inline bool is_software(ibv_device *device)
+{
+    return access((std::string(device->ibdev_path) + "/parent").c_str(), F_OK) == 0;
+}
+
+// Why pinning memory may have failed with ENOMEM: RLIMIT_MEMLOCK is the usual cause.
 inline std::string memlock_hint(int error, uint64_t bytes)
 {
     rlimit limit{};
-    if (error != ENOMEM || getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
-        return "";
+    if (error != ENOMEM || getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
     return text("%zu bytes have to be locked in memory, the limit is %zu: 'ulimit -l unlimited', "
                 "LimitMEMLOCK= of a service, --ulimit memlock=-1 of a container",
                 bytes, limit.rlim_cur);
@@ -136,8 +151,7 @@ inline bool parse_number(const char *argument, uint64_t least, uint64_t most, ui
     char *end = nullptr;
     errno = 0;
     const unsigned long long number = strtoull(argument, &end, 10);
-    if (errno != 0 || *end != '\0' || number < least || number > most)
-        return false;
+    if (errno != 0 || *end != '\0' || number < least || number > most) return false;
     *value = number;
     return true;
 }
@@ -156,8 +170,7 @@ inline bool parse_size(const char *argument, uint64_t *bytes)
         }
     }
     uint64_t number = 0;
-    if (!parse_number(digits.c_str(), 0, UINT64_MAX / unit, &number))
-        return false;
+    if (!parse_number(digits.c_str(), 0, UINT64_MAX / unit, &number)) return false;
     *bytes = number * unit;
     return true;
 }
@@ -180,16 +193,14 @@ inline void size_option(const char *option, const char *argument, uint64_t least
 }
 
 // Finds the address of a host (name, IPv4 or IPv6, with a scope where one is needed) and a port.
-// flags: as of getaddrinfo(3), AI_PASSIVE for an address to bind to; host may then be nullptr.
-inline bool find_address(const char *host, uint16_t port, int flags, sockaddr_storage *address)
+// family: AF_INET, AF_INET6 or AF_UNSPEC.
+inline bool find_address(const char *host, uint16_t port, int family, sockaddr_storage *address)
 {
     addrinfo hints{}, *found = nullptr;
-    hints.ai_flags = flags;
+    hints.ai_family = family;
     hints.ai_socktype = SOCK_STREAM;
     const int error = getaddrinfo(host, std::to_string(port).c_str(), &hints, &found);
-    if (error != 0)
-        return failed(text("getaddrinfo(%s)", host != nullptr ? host : "any address"),
-                      std::string(gai_strerror(error)));
+    if (error != 0) return failed(text("getaddrinfo(%s)", host), std::string(gai_strerror(error)));
     memcpy(address, found->ai_addr, found->ai_addrlen);
     freeaddrinfo(found);
     return true;
@@ -210,36 +221,45 @@ inline std::string address_text(const sockaddr *address)
 inline bool can_bind(sockaddr *address, std::string *device)
 {
     rdma_cm_id *id = nullptr;
-    if (rdma_create_id(nullptr, &id, nullptr, RDMA_PS_TCP) != 0)
-        return false;
+    if (rdma_create_id(nullptr, &id, nullptr, RDMA_PS_TCP) != 0) return false;
     const bool ok = rdma_bind_addr(id, address) == 0;
     *device = ok && id->verbs != nullptr ? ibv_get_device_name(id->verbs->device) : "";
     rdma_destroy_id(id);
     return ok;
 }
 
-// An address of this machine on an RDMA device: of `device`, or of any when that is nullptr. IPv4
-// before IPv6; neither loopback nor link-local.
-inline bool find_local_address(const char *device, sockaddr_storage *address)
+// An address of this machine on an RDMA device, and that device: the first in use, or *device where
+// that is not "". family: AF_INET, AF_INET6, or AF_UNSPEC for IPv4 before IPv6. Neither loopback nor
+// link-local.
+inline bool find_local_address(int family, std::string *device, sockaddr_storage *address)
 {
     ifaddrs *interfaces = nullptr;
-    if (getifaddrs(&interfaces) != 0)
-        return false;
+    if (getifaddrs(&interfaces) != 0) return false;
+    const std::string wanted = *device;
     bool found = false;
-    for (const int family : {AF_INET, AF_INET6}) {
+    for (const int tried : {AF_INET, AF_INET6}) {
         for (const ifaddrs *i = interfaces; i != nullptr && !found; i = i->ifa_next) {
-            if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != family || (i->ifa_flags & IFF_LOOPBACK) != 0)
+            if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != tried || (family != AF_UNSPEC && family != tried))
                 continue;
-            if (family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<sockaddr_in6 *>(i->ifa_addr)->sin6_addr))
+            if ((i->ifa_flags & (IFF_LOOPBACK | IFF_UP | IFF_RUNNING)) != (IFF_UP | IFF_RUNNING)) continue;
+            if (tried == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<sockaddr_in6 *>(i->ifa_addr)->sin6_addr))
                 continue;
             std::string name;
-            found = can_bind(i->ifa_addr, &name) && !name.empty() && (device == nullptr || name == device);
-            if (found)
-                memcpy(address, i->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+            found = can_bind(i->ifa_addr, &name) && !name.empty() && (wanted.empty() || name == wanted);
+            if (found) {
+                *device = name;
+                memcpy(address, i->ifa_addr, tried == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+            }
         }
     }
     freeifaddrs(interfaces);
     return found;
+}
+
+// Sets the port of an IPv4 or IPv6 address: both have it at the same place.
+inline void set_port(sockaddr_storage *address, uint16_t port)
+{
+    reinterpret_cast<sockaddr_in *>(address)->sin_port = htons(port);
 }
 
 inline bool is_loopback(const sockaddr_storage *address)
@@ -306,8 +326,7 @@ inline void print_statistics(uint64_t bytes, size_t iterations, const statistics
            us(t.median), us(t.mean), us(t.p99), us(t.max), us(t.stdev), gigabytes_per_second(bytes, t),
            gigabytes_per_second(bytes, t) * 8);
     printf("(GB/s, Gb/s: 10^9 bytes and bits per second, at the median)\n");
-    if (iterations < 100)
-        printf("(fewer than 100 samples: t_p99 is t_max)\n");
+    if (iterations < 100) printf("(fewer than 100 samples: t_p99 is t_max)\n");
 }
 
 // How a range is cut into work requests: chunk_count of them, the last one perhaps shorter.
@@ -328,8 +347,7 @@ struct progress {
 
 inline void show_progress(progress *bar, uint64_t done)
 {
-    if (!bar->terminal || now_ns() < bar->next_ns)
-        return;
+    if (!bar->terminal || now_ns() < bar->next_ns) return;
     static const char marks[] = "##############################";
     const double share = static_cast<double>(done) / static_cast<double>(bar->total);
     fprintf(stderr, "\r%-9s [%-30.*s] %3.0f %%", bar->label, static_cast<int>(share * 30), marks, share * 100);
@@ -339,8 +357,7 @@ inline void show_progress(progress *bar, uint64_t done)
 
 inline void end_progress(const progress *bar)
 {
-    if (bar->shown)
-        fputs("\r\033[K", stderr);
+    if (bar->shown) fputs("\r\033[K", stderr);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -368,7 +385,7 @@ inline bool md5_of(const uint8_t *data, uint64_t length, uint8_t digest[md5_size
     EVP_MD_CTX *context = EVP_MD_CTX_new();
     bool ok = context != nullptr && EVP_DigestInit_ex(context, EVP_md5(), nullptr) == 1;
     progress bar{.label = "hashing", .total = length};
-    for (uint64_t done = 0; ok && done < length; show_progress(&bar, done)) {
+    for (uint64_t done = 0; ok && done < length && !interrupted; show_progress(&bar, done)) {
         const uint64_t piece = std::min(io_piece, length - done);
         ok = EVP_DigestUpdate(context, data + done, piece) == 1;
         done += piece;
@@ -376,6 +393,7 @@ inline bool md5_of(const uint8_t *data, uint64_t length, uint8_t digest[md5_size
     end_progress(&bar);
     ok = ok && EVP_DigestFinal_ex(context, digest, nullptr) == 1;
     EVP_MD_CTX_free(context);
+    if (interrupted) return failed("hashing", "interrupted");
     return ok || failed("EVP_DigestInit_ex(MD5)", "OpenSSL refuses", "is OpenSSL in FIPS mode? it has no MD5 then");
 }
 
@@ -394,49 +412,43 @@ inline std::string md5_text(const uint8_t digest[md5_size])
 inline bool check_output(const char *option, const char *path)
 {
     struct stat status = {};
-    if (path == nullptr)
-        return true;
+    if (path == nullptr) return true;
     const std::string call = std::string(option) + " " + path;
     const bool exists = stat(path, &status) == 0;
     if (exists && !S_ISREG(status.st_mode))
         return failed(call, S_ISDIR(status.st_mode) ? "is a folder" : "is not a regular file",
                       "leave the option out to write nothing");
-    if (exists && access(path, W_OK) != 0)
-        return failed(call, errno);
+    if (exists && access(path, W_OK) != 0) return failed(call, errno);
     const char *slash = strrchr(path, '/');
     const std::string folder = slash == nullptr ? "." : std::string(path, static_cast<size_t>(slash - path + 1));
     return access(folder.c_str(), W_OK | X_OK) == 0 || failed(call, errno);
 }
 
 // Writes a file under a temporary name in the same folder and renames it when it is complete: no file
-// that looks right and is not. Ends early, and leaves nothing, when *interrupted becomes other than 0.
-inline bool write_file(const char *name, const void *data, uint64_t length, const volatile sig_atomic_t *interrupted)
+// that looks right and is not.
+inline bool write_file(const char *name, const void *data, uint64_t length)
 {
     char *resolved = realpath(name, nullptr); // a symbolic link stays one
     const std::string path = resolved != nullptr ? resolved : name;
     free(resolved);
     const std::string temporary = path + text(".%d.part", getpid());
     const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (file < 0)
-        return failed("open(" + temporary + ")", errno);
+    if (file < 0) return failed("open(" + temporary + ")", errno);
     bool ok = true;
     progress bar{.label = "writing", .total = length};
     for (uint64_t done = 0; ok && done < length; show_progress(&bar, done)) {
         const ssize_t put = write(file, static_cast<const uint8_t *>(data) + done, std::min(io_piece, length - done));
-        if (put > 0)
-            done += static_cast<uint64_t>(put);
-        if (*interrupted != 0)
+        if (put > 0) done += static_cast<uint64_t>(put);
+        if (interrupted)
             ok = failed("write(" + temporary + ")", "interrupted");
         else if (put < 0)
             ok = failed("write(" + temporary + ")", errno);
     }
     end_progress(&bar);
-    if (close(file) != 0 && ok)
-        ok = failed("close(" + temporary + ")", errno);
+    if (close(file) != 0 && ok) ok = failed("close(" + temporary + ")", errno);
     if (ok && rename(temporary.c_str(), path.c_str()) != 0)
         ok = failed("rename(" + temporary + ", " + path + ")", errno);
-    if (!ok)
-        unlink(temporary.c_str());
+    if (!ok) unlink(temporary.c_str());
     return ok;
 }
 
@@ -471,7 +483,8 @@ struct closing { // reader to server, the one SEND that ends a visit
 };
 enum verdict : uint32_t { verdict_unchecked = 0, verdict_equal = 1, verdict_different = 2 };
 
-// What the CM's messages carry of private data, less what rdma_cm takes (rdma_connect(3), rdma_accept(3)).
+// What the CM's messages carry of private data: 56 bytes in a connect request, 196 in an accept (of the
+// man pages rdma_connect(3) and rdma_accept(3)), 148 in a reject (IB specification, REJ).
 static_assert(sizeof(hello) == 8 && sizeof(hello) <= 56);
 static_assert(sizeof(offer) == 48 && sizeof(offer) <= 196);
 static_assert(sizeof(refusal) == 136 && sizeof(refusal) <= 148);
@@ -508,16 +521,13 @@ template <typename message_type>
 std::string decode(const void *bytes, size_t length, uint32_t magic, message_type *message)
 {
     hello head{};
-    if (bytes == nullptr || length < sizeof head)
-        return "no handshake of this program";
+    if (bytes == nullptr || length < sizeof head) return "no handshake of this program";
     memcpy(&head, bytes, sizeof head);
     head = encode(head);
-    if (head.magic != magic)
-        return "no handshake of this program";
+    if (head.magic != magic) return "no handshake of this program";
     if (head.version != handshake_version && magic != refusal_magic) // a refusal tells every version why
-        return text("handshake version %u there, %u here", head.version, handshake_version);
-    if (length < sizeof *message)
-        return text("handshake of %zu bytes, %zu expected", length, sizeof *message);
+        return text("handshake version %u, not %u", head.version, handshake_version);
+    if (length < sizeof *message) return text("handshake of %zu bytes, %zu expected", length, sizeof *message);
     memcpy(message, bytes, sizeof *message);
     *message = encode(*message);
     return "";

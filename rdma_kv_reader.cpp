@@ -59,8 +59,6 @@ struct reader {
     uint32_t verdict;
 };
 
-static volatile sig_atomic_t interrupted; // by SIGINT or SIGTERM: every wait looks at it
-
 static void print_usage(FILE *stream)
 {
     fputs("usage: rdma_kv_reader -s SERVER [-p PORT] [-o FILE]\n"
@@ -91,25 +89,19 @@ static void print_usage(FILE *stream)
 static options parse_arguments(int argc, char **argv)
 {
     // Capital letters: options that have a long form only.
-    static const option long_options[] = {{"server", required_argument, nullptr, 's'},
-                                          {"port", required_argument, nullptr, 'p'},
-                                          {"output", required_argument, nullptr, 'o'},
-                                          {"iterations", required_argument, nullptr, 'n'},
-                                          {"offset", required_argument, nullptr, 'O'},
-                                          {"size", required_argument, nullptr, 'S'},
-                                          {"chunk", required_argument, nullptr, 'c'},
-                                          {"outstanding", required_argument, nullptr, 'U'},
-                                          {"device", required_argument, nullptr, 'd'},
-                                          {"bind", required_argument, nullptr, 'b'},
-                                          {"timeout", required_argument, nullptr, 'T'},
-                                          {"events", no_argument, nullptr, 'E'},
-                                          {"no-verify", no_argument, nullptr, 'N'},
-                                          {"csv", required_argument, nullptr, 'C'},
-                                          {"json", required_argument, nullptr, 'J'},
-                                          {"verbose", no_argument, nullptr, 'v'},
-                                          {"help", no_argument, nullptr, 'h'},
-                                          {"version", no_argument, nullptr, 'V'},
-                                          {nullptr, 0, nullptr, 0}};
+    // clang-format off
+    static const option long_options[] = {
+        {"server", required_argument, nullptr, 's'},    {"port", required_argument, nullptr, 'p'},
+        {"output", required_argument, nullptr, 'o'},    {"iterations", required_argument, nullptr, 'n'},
+        {"offset", required_argument, nullptr, 'O'},    {"size", required_argument, nullptr, 'S'},
+        {"chunk", required_argument, nullptr, 'c'},     {"outstanding", required_argument, nullptr, 'U'},
+        {"device", required_argument, nullptr, 'd'},    {"bind", required_argument, nullptr, 'b'},
+        {"timeout", required_argument, nullptr, 'T'},   {"events", no_argument, nullptr, 'E'},
+        {"no-verify", no_argument, nullptr, 'N'},       {"csv", required_argument, nullptr, 'C'},
+        {"json", required_argument, nullptr, 'J'},      {"verbose", no_argument, nullptr, 'v'},
+        {"help", no_argument, nullptr, 'h'},            {"version", no_argument, nullptr, 'V'},
+        {nullptr, 0, nullptr, 0}};
+    // clang-format on
     options opt;
     for (int letter; (letter = getopt_long(argc, argv, "s:p:o:n:c:d:b:vh", long_options, nullptr)) != -1;) {
         switch (letter) {
@@ -136,10 +128,8 @@ static options parse_arguments(int argc, char **argv)
         default: print_usage(stderr); exit(exit_usage); // getopt_long has said what is wrong
         }
     }
-    if (optind < argc)
-        usage_error(text("unexpected argument '%s'; did you mean -s %s?", argv[optind], argv[optind]));
-    if (opt.server == nullptr)
-        usage_error("the server is missing: -s HOST");
+    if (optind < argc) usage_error(text("unexpected argument '%s'; did you mean -s %s?", argv[optind], argv[optind]));
+    if (opt.server == nullptr) usage_error("the server is missing: -s HOST");
     return opt;
 }
 
@@ -148,28 +138,25 @@ static std::string server_text(reader *r) { return address_text(reinterpret_cast
 // P11: the devices there are, the server's address, and this side's where -b or -d ask for one.
 static bool find_addresses(reader *r)
 {
-    const char *device = r->opt.device;
+    std::string device = r->opt.device != nullptr ? r->opt.device : "";
     r->devices = ibv_get_device_list(nullptr);
-    if (r->devices == nullptr || r->devices[0] == nullptr)
-        return no_rdma_device();
-    if (device != nullptr && !device_is_there(r->devices, device))
-        return false;
+    if (r->devices == nullptr || r->devices[0] == nullptr) return no_rdma_device();
+    if (!device.empty() && !device_is_there(r->devices, device.c_str())) return false;
 
-    if (!find_address(r->opt.server, r->opt.port, 0, &r->server))
-        return false;
+    if (!find_address(r->opt.server, r->opt.port, AF_UNSPEC, &r->server)) return false;
     if (is_loopback(&r->server)) { // rdma_resolve_route would fail with ENODEV
-        if (!find_local_address(device, &r->server))
+        if (!find_local_address(AF_UNSPEC, &device, &r->server))
             return failed(text("server %s", r->opt.server), "a loopback address, over which RDMA never connects",
                           "give the interface of an RDMA device here an IP address");
-        reinterpret_cast<sockaddr_in *>(&r->server)->sin_port = htons(r->opt.port); // IPv6 has it at the same place
+        set_port(&r->server, r->opt.port);
         remark(std::string(r->opt.server) + " is loopback, over which RDMA never connects: using " + server_text(r) +
                ", of an RDMA device here");
     }
 
-    if (r->opt.bind != nullptr)
-        return find_address(r->opt.bind, 0, AI_PASSIVE, &r->source);
-    return device == nullptr || find_local_address(device, &r->source) ||
-           failed(text("device %s", device), "its interface has no IP address",
+    const int family = r->server.ss_family;
+    if (r->opt.bind != nullptr) return find_address(r->opt.bind, 0, family, &r->source);
+    return r->opt.device == nullptr || find_local_address(family, &device, &r->source) ||
+           failed("device " + device, text("its interface has no IPv%c address", family == AF_INET ? '4' : '6'),
                   "rdma_cm connects by IP addresses: give it one");
 }
 
@@ -191,9 +178,12 @@ static bool failed_at_event(const rdma_cm_event *event, const std::string &call)
     case RDMA_CM_EVENT_REJECTED:
         if (decode(data->private_data, data->private_data_len, refusal_magic, &message).empty())
             return failed(call, "refused by the server: " + printable(message.reason, sizeof message.reason));
-        if (event->status == 8 || event->status == -ECONNREFUSED) // 8: invalid service ID (IB specification, REJ)
+        // 8: invalid service ID, 10: stale connection (IB specification, REJ)
+        if (event->status == 8 || event->status == -ECONNREFUSED)
             return failed(call, "rejected: nobody listens on this port", "is rdma_kv_server running, with this -p?");
-        return failed(call, text("rejected, with reason %d", event->status), "the peer is not an rdma_kv_server");
+        return failed(call, text("rejected, with reason %d", event->status),
+                      event->status == 10 ? "a connection is left from a crash (stale): run it again"
+                                          : "is the peer an rdma_kv_server? was it just ending?");
     case RDMA_CM_EVENT_DISCONNECTED: return failed(call, "the server disconnected");
     case RDMA_CM_EVENT_DEVICE_REMOVAL: return failed(call, "the RDMA device was removed");
     default: return failed(call, text("%s (status %d)", rdma_event_str(event->event), event->status));
@@ -207,8 +197,7 @@ static outcome take_event(reader *r, int milliseconds, rdma_cm_event_type expect
 {
     pollfd ready{.fd = r->cm_channel->fd, .events = POLLIN, .revents = 0};
     rdma_cm_event *event = nullptr;
-    if (poll(&ready, 1, milliseconds) <= 0)
-        return nothing_came;
+    if (poll(&ready, 1, milliseconds) <= 0) return nothing_came;
     if (rdma_get_cm_event(r->cm_channel, &event) != 0) {
         failed("rdma_get_cm_event()", errno);
         return failure_came;
@@ -232,21 +221,20 @@ static outcome take_event(reader *r, int milliseconds, rdma_cm_event_type expect
     return result;
 }
 
-static bool wait_for_event(reader *r, rdma_cm_event_type expected, const std::string &call)
+static uint64_t deadline_of(const reader *r) { return now_ns() + r->opt.timeout * 1000000000u; }
+
+static bool wait_for_event(reader *r, rdma_cm_event_type expected, const std::string &call, uint64_t deadline)
 {
-    const uint64_t deadline = now_ns() + r->opt.timeout * 1000000000u;
     while (now_ns() < deadline) {
         const outcome result = take_event(r, 100, expected, call);
-        if (result != nothing_came)
-            return result == expected_came;
-        if (interrupted)
-            return failed(call, "interrupted");
+        if (result != nothing_came) return result == expected_came;
+        if (interrupted) return failed(call, "interrupted");
     }
     return failed(call, text("no answer in %zu s", r->opt.timeout), silence_hint);
 }
 
 // The route to the server decides which device is used.
-static bool resolve_route(reader *r)
+static bool resolve_route(reader *r, uint64_t deadline)
 {
     r->cm_channel = rdma_create_event_channel();
     if (r->cm_channel == nullptr)
@@ -255,7 +243,8 @@ static bool resolve_route(reader *r)
         return failed("rdma_create_id(RDMA_PS_TCP)", errno);
 
     // The transport gives up on a silent server after 8 attempts (retry_count 7) of 4.096 us * 2^n: the
-    // largest n for half the timeout. Left to the CM it can take 17 s and more. Old kernels refuse.
+    // largest n for half the timeout. An adapter may take up to four times that; then the watchdog is
+    // first. Left to the CM it can take 17 s and more. Old kernels refuse.
     auto n = static_cast<uint8_t>(std::log2(static_cast<double>(r->opt.timeout) * 1e6 / 2 / 8 / 4.096));
     rdma_set_option(r->id, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &n, sizeof n);
 
@@ -264,15 +253,11 @@ static bool resolve_route(reader *r)
     std::string call = "rdma_resolve_addr(" + server_text(r) + ")";
     if (rdma_resolve_addr(r->id, source, reinterpret_cast<sockaddr *>(&r->server), milliseconds) != 0)
         return failed(call, errno, no_device_hint);
-    if (!wait_for_event(r, RDMA_CM_EVENT_ADDR_RESOLVED, call))
-        return false;
+    if (!wait_for_event(r, RDMA_CM_EVENT_ADDR_RESOLVED, call, deadline)) return false;
     call = "rdma_resolve_route(" + server_text(r) + ")";
-    if (rdma_resolve_route(r->id, milliseconds) != 0)
-        return failed(call, errno, no_device_hint);
-    if (!wait_for_event(r, RDMA_CM_EVENT_ROUTE_RESOLVED, call))
-        return false;
-    if (r->id->verbs == nullptr)
-        return failed(call, "the route has no RDMA device", no_device_hint);
+    if (rdma_resolve_route(r->id, milliseconds) != 0) return failed(call, errno, no_device_hint);
+    if (!wait_for_event(r, RDMA_CM_EVENT_ROUTE_RESOLVED, call, deadline)) return false;
+    if (r->id->verbs == nullptr) return failed(call, "the route has no RDMA device", no_device_hint);
     const char *name = ibv_get_device_name(r->id->verbs->device);
     return r->opt.device == nullptr || strcmp(name, r->opt.device) == 0 ||
            failed(text("device %s", r->opt.device), "the route to " + server_text(r) + " uses device " + name);
@@ -282,14 +267,13 @@ static bool resolve_route(reader *r)
 static bool create_queue_pair(reader *r)
 {
     ibv_context *const context = r->id->verbs;
-    if (ibv_query_device(context, &r->device) != 0 || ibv_query_port(context, r->id->port_num, &r->port) != 0)
-        return failed(text("ibv_query_port(%u)", r->id->port_num), errno);
+    int error = ibv_query_device(context, &r->device);
+    if (error == 0) error = ibv_query_port(context, r->id->port_num, &r->port);
+    if (error != 0) return failed(text("ibv_query_device(), ibv_query_port(%u)", r->id->port_num), error);
     r->pd = ibv_alloc_pd(context);
-    if (r->pd == nullptr)
-        return failed("ibv_alloc_pd()", errno);
+    if (r->pd == nullptr) return failed("ibv_alloc_pd()", errno);
     r->completion_channel = ibv_create_comp_channel(context);
-    if (r->completion_channel == nullptr)
-        return failed("ibv_create_comp_channel()", errno);
+    if (r->completion_channel == nullptr) return failed("ibv_create_comp_channel()", errno);
 
     r->outstanding = std::min(
         {r->opt.outstanding, static_cast<uint32_t>(r->device.max_qp_wr), static_cast<uint32_t>(r->device.max_cqe)});
@@ -313,7 +297,7 @@ static bool create_queue_pair(reader *r)
 }
 
 // P11: connects; the accept brings address, length, rkey and MD5.
-static bool connect_to_server(reader *r)
+static bool connect_to_server(reader *r, uint64_t deadline)
 {
     const hello greeting = encode(hello{.magic = hello_magic, .version = handshake_version});
     rdma_conn_param request{};
@@ -321,24 +305,21 @@ static bool connect_to_server(reader *r)
     request.private_data_len = sizeof greeting;
     // How many READs the adapter keeps under way: all it can; the server takes what its own can answer.
     // At 1, each READ waits for the last one's data: a fraction of the rate.
-    request.initiator_depth = static_cast<uint8_t>(std::min(r->device.max_qp_init_rd_atom, 255));
-    request.responder_resources = 0; // the server reads nothing here
+    request.initiator_depth = RDMA_MAX_INIT_DEPTH;
+    request.responder_resources = RDMA_MAX_RESP_RES; // not used: the server reads nothing
     request.retry_count = 7;
-    request.rnr_retry_count = 7; // without end; the watchdog ends it
     const std::string call = "rdma_connect(" + server_text(r) + ")";
-    if (rdma_connect(r->id, &request) != 0)
-        return failed(call, errno);
-    if (!wait_for_event(r, RDMA_CM_EVENT_ESTABLISHED, call))
-        return false;
+    if (rdma_connect(r->id, &request) != 0) return failed(call, errno);
+    if (!wait_for_event(r, RDMA_CM_EVENT_ESTABLISHED, call, deadline)) return false;
     r->connected = true;
 
     ibv_qp_init_attr unused{};
     const int error =
         ibv_query_qp(r->id->qp, &r->qp, IBV_QP_PATH_MTU | IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_TIMEOUT, &unused);
-    if (error != 0)
-        return failed("ibv_query_qp()", error);
-    return r->qp.max_rd_atomic > 0 ||
-           failed(call, "the server answers no READs", "it accepted with responder_resources 0");
+    if (error != 0) return failed("ibv_query_qp()", error);
+    if (r->id->verbs->device->transport_type == IBV_TRANSPORT_IWARP) // whose queue pairs do not tell
+        return true;
+    return r->qp.max_rd_atomic > 0 || failed(call, "the server answers no READs: its responder_resources are 0");
 }
 
 // P12: the local buffer, for the range that is asked for.
@@ -353,8 +334,7 @@ static bool register_buffer(reader *r)
 
     const uint64_t allocate_start = now_ns();
     r->buffer = allocate_buffer(r->length);
-    if (r->buffer == nullptr)
-        return false;
+    if (r->buffer == nullptr) return false;
     memset(r->buffer, 0, r->length); // so that registering does not have to bring the pages
     r->allocate_s = seconds_since(allocate_start);
 
@@ -381,12 +361,10 @@ static bool arm_or_sleep(reader *r)
         return r->armed || failed("ibv_req_notify_cq()", error);
     }
     pollfd ready[] = {{r->completion_channel->fd, POLLIN, 0}, {r->cm_channel->fd, POLLIN, 0}};
-    if (poll(ready, 2, 100) <= 0 || ready[0].revents == 0)
-        return true;
+    if (poll(ready, 2, 100) <= 0 || ready[0].revents == 0) return true;
     ibv_cq *cq = nullptr;
     void *context = nullptr;
-    if (ibv_get_cq_event(r->completion_channel, &cq, &context) != 0)
-        return failed("ibv_get_cq_event()", errno);
+    if (ibv_get_cq_event(r->completion_channel, &cq, &context) != 0) return failed("ibv_get_cq_event()", errno);
     ibv_ack_cq_events(cq, 1);
     r->armed = false;
     return true;
@@ -409,29 +387,24 @@ static const char *completion_hint(ibv_wc_status status)
 static unsigned wait_for_completions(reader *r, uint64_t bytes, const char *call)
 {
     // Progress shows in completions, and a large work request takes its time: it is allowed what its
-    // bytes take at 16 MiB/s, less than any link has.
-    const uint64_t deadline = now_ns() + r->opt.timeout * 1000000000u + bytes * 1000 / 16;
+    // bytes take at 8 MB/s, 125 ns each, besides.
+    const uint64_t start = now_ns(), deadline = deadline_of(r) + bytes * 125;
     ibv_wc completions[16];
     for (unsigned polls = 1; !interrupted; ++polls) {
         const int count = ibv_poll_cq(r->cq, 16, completions);
-        if (count < 0)
-            return failed("ibv_poll_cq()", "the completion queue is broken");
+        if (count < 0) return failed("ibv_poll_cq()", "the completion queue is broken");
         for (int i = 0; i < count; ++i)
             if (completions[i].status != IBV_WC_SUCCESS)
                 return failed(
                     call,
                     text("%s (vendor error 0x%x)", ibv_wc_status_str(completions[i].status), completions[i].vendor_err),
                     completion_hint(completions[i].status));
-        if (count > 0)
-            return static_cast<unsigned>(count);
-        if (r->opt.events && !arm_or_sleep(r))
-            return 0;
-        if (!r->opt.events && polls % 1024 != 0)
-            continue; // what follows costs a system call
-        if (take_event(r, 0, RDMA_CM_EVENT_TIMEWAIT_EXIT, call) == failure_came)
-            return 0;
+        if (count > 0) return static_cast<unsigned>(count);
+        if (r->opt.events && !arm_or_sleep(r)) return 0;
+        if (!r->opt.events && polls % 1024 != 0) continue; // what follows costs a system call
+        if (take_event(r, 0, RDMA_CM_EVENT_TIMEWAIT_EXIT, call) == failure_came) return 0;
         if (now_ns() >= deadline)
-            return failed(call, text("no progress for %zu s", r->opt.timeout), silence_hint);
+            return failed(call, text("no progress for %.1f s", seconds_since(start)), silence_hint);
     }
     return failed(call, "interrupted");
 }
@@ -455,7 +428,8 @@ static bool post_read(reader *r, uint64_t index) // P13
     return error == 0 || failed(text("ibv_post_send(RDMA_READ, %u bytes)", sge.length), error);
 }
 
-// Reads the range once. Between the two looks at the clock (P14): posting, waiting, nothing else.
+// Reads the range once. Between the two looks at the clock (P14): posting and waiting. (And the bar,
+// ten times a second, when stderr is a terminal.)
 static bool read_once(reader *r, progress *bar)
 {
     const uint64_t chunks = chunk_count(r->length, r->chunk);
@@ -463,8 +437,7 @@ static bool read_once(reader *r, progress *bar)
     const uint64_t start = now_ns();
     while (completed < chunks) {
         while (posted < chunks && posted - completed < r->outstanding)
-            if (!post_read(r, posted++))
-                return false;
+            if (!post_read(r, posted++)) return false;
         const unsigned count = wait_for_completions(r, r->chunk, "RDMA READ");
         if (count == 0)
             return failed(text("iteration %zu", r->latencies_ns.size() + 1),
@@ -482,35 +455,32 @@ static bool read_once(reader *r, progress *bar)
 // come with the last one.
 static bool read_cache(reader *r)
 {
-    // Meanwhile this thread stays on the processor it is on. A poller that the scheduler moves about
-    // drags the software device's work along: over SoftRoCE staying gains a quarter.
+    // A software device works on the processor that posts and polls. When the scheduler moves the poller
+    // about, it drags that work along: staying gained a fifth over SoftRoCE. With an adapter the
+    // processor is the user's choice (taskset, numactl).
     cpu_set_t before, here;
     CPU_ZERO(&here);
     CPU_SET(static_cast<unsigned>(sched_getcpu()), &here);
-    const bool stays =
-        sched_getaffinity(0, sizeof before, &before) == 0 && sched_setaffinity(0, sizeof here, &here) == 0;
+    const bool stays = is_software(r->id->verbs->device) && sched_getaffinity(0, sizeof before, &before) == 0 &&
+                       sched_setaffinity(0, sizeof here, &here) == 0;
 
     progress bar{.label = "reading", .total = r->opt.iterations * chunk_count(r->length, r->chunk)};
     bool ok = true;
     for (uint64_t i = 0; ok && i < r->opt.iterations; ++i) {
-        if (i > 0)
-            memset(r->buffer, 0, r->length);
+        if (i > 0) memset(r->buffer, 0, r->length);
         ok = read_once(r, &bar);
     }
     end_progress(&bar);
-    if (stays)
-        sched_setaffinity(0, sizeof before, &before);
+    if (stays) sched_setaffinity(0, sizeof before, &before);
     return ok;
 }
 
 // P15: against the MD5 of the handshake, which is that of the whole cache.
 static bool verify(reader *r)
 {
-    if (!r->opt.verify || r->length != r->cache.length)
-        return true;
+    if (!r->opt.verify || r->length != r->cache.length) return true;
     const uint64_t start = now_ns();
-    if (!md5_of(r->buffer, r->length, r->md5))
-        return false;
+    if (!md5_of(r->buffer, r->length, r->md5)) return false;
     r->hash_s = seconds_since(start);
     r->verdict = memcmp(r->md5, r->cache.md5, md5_size) == 0 ? verdict_equal : verdict_different;
     return r->verdict == verdict_equal || failed("MD5 " + md5_text(r->md5), "the server's is " + md5_text(r->cache.md5),
@@ -538,10 +508,8 @@ static void close_connection(reader *r)
     const int error = ibv_post_send(r->id->qp, &wr, &refused);
     if (error != 0)
         failed("ibv_post_send(SEND)", error);
-    else
-        wait_for_completions(r, sizeof message, "closing message");
-    if (r->connected && rdma_disconnect(r->id) == 0)
-        wait_for_event(r, RDMA_CM_EVENT_DISCONNECTED, "rdma_disconnect()");
+    else if (wait_for_completions(r, sizeof message, "closing message") > 0 && rdma_disconnect(r->id) == 0)
+        wait_for_event(r, RDMA_CM_EVENT_DISCONNECTED, "rdma_disconnect()", deadline_of(r));
     r->connected = false;
 }
 
@@ -550,19 +518,22 @@ static void close_connection(reader *r)
 static bool write_output(reader *r)
 {
     const uint64_t start = now_ns();
-    const bool ok = r->opt.output == nullptr || write_file(r->opt.output, r->buffer, r->length, &interrupted);
+    const bool ok = r->opt.output == nullptr || write_file(r->opt.output, r->buffer, r->length);
     r->write_s = seconds_since(start);
     return ok;
 }
+
+// The path's, or the port's where the queue pair does not tell. IBV_MTU_256 is 1.
+static int mtu_of(const reader *r) { return 128 << (r->qp.path_mtu != 0 ? r->qp.path_mtu : r->port.active_mtu); }
 
 static void print_head(reader *r)
 {
     char gid[INET6_ADDRSTRLEN] = "?";
     inet_ntop(AF_INET6, r->id->route.addr.addr.ibaddr.sgid.raw, gid, sizeof gid);
-    const int mtu = 128 << r->qp.path_mtu; // IBV_MTU_256 is 1
+    const int mtu = mtu_of(r);
     printf("server  %s, cache of %zu bytes\n", server_text(r).c_str(), r->cache.length);
-    printf("device  %s, port %u, GID %s, MTU %d\n", ibv_get_device_name(r->id->verbs->device), r->id->port_num, gid,
-           mtu);
+    printf("device  %s%s, port %u, GID %s, MTU %d\n", ibv_get_device_name(r->id->verbs->device),
+           is_software(r->id->verbs->device) ? " (software)" : "", r->id->port_num, gid, mtu);
     printf("reading %zu bytes at offset %zu: work requests of %zu bytes, %u outstanding, %s\n\n", r->length,
            r->opt.offset, r->chunk, r->outstanding, r->opt.events ? "completion events" : "polling");
     if (mtu < 4096 && r->port.link_layer == IBV_LINK_LAYER_ETHERNET)
@@ -589,66 +560,55 @@ static void print_results(reader *r)
 
 static bool write_csv(const reader *r)
 {
-    if (r->opt.csv == nullptr)
-        return true;
+    if (r->opt.csv == nullptr) return true;
     std::string rows = "index,start_ns,latency_ns,bytes\n";
     for (size_t i = 0; i < r->latencies_ns.size(); ++i)
         rows += text("%zu,%zu,%zu,%zu\n", i, r->starts_ns[i] - r->starts_ns[0], r->latencies_ns[i], r->length);
-    return write_file(r->opt.csv, rows.data(), rows.size(), &interrupted);
+    return write_file(r->opt.csv, rows.data(), rows.size());
 }
 
 static bool write_json(const reader *r)
 {
-    if (r->opt.json == nullptr)
-        return true;
+    if (r->opt.json == nullptr) return true;
     static const char *const verdicts[] = {"unchecked", "equal", "different"};
+    const auto flag = [](bool value) { return value ? "true" : "false"; };
     const statistics t = statistics_of(r->latencies_ns);
-    std::string json = text(
-        "{\"version\": \"%s\", \"device\": \"%s\", \"port\": %u, \"mtu\": %d, \"read_depth\": %u,\n", program_version,
-        ibv_get_device_name(r->id->verbs->device), r->id->port_num, 128 << r->qp.path_mtu, r->qp.max_rd_atomic);
-    json += text(" \"cache_bytes\": %zu, \"offset\": %zu, \"bytes\": %zu, \"chunk\": %zu, \"outstanding\": %u, "
-                 "\"events\": %s,\n",
-                 r->cache.length, r->opt.offset, r->length, r->chunk, r->outstanding, r->opt.events ? "true" : "false");
-    json += text(" \"iterations\": %zu, \"min_ns\": %zu, \"median_ns\": %zu, \"mean_ns\": %.1f, \"p99_ns\": %zu, "
-                 "\"max_ns\": %zu, \"stdev_ns\": %.1f,\n",
-                 r->latencies_ns.size(), t.min, t.median, t.mean, t.p99, t.max, t.stdev);
-    json += text(" \"gigabytes_per_second\": %.6f, \"connect_s\": %.9f, \"allocate_s\": %.9f, \"register_s\": %.9f, "
-                 "\"hash_s\": %.9f, \"write_s\": %.9f,\n",
-                 gigabytes_per_second(r->length, t), r->connect_s, r->allocate_s, r->register_s, r->hash_s, r->write_s);
-    json +=
-        text(" \"server_md5\": \"%s\", \"verdict\": \"%s\"}\n", md5_text(r->cache.md5).c_str(), verdicts[r->verdict]);
-    return write_file(r->opt.json, json.data(), json.size(), &interrupted);
+    const std::string json = text(
+        R"({"version": "%s", "device": "%s", "software": %s, "port": %u, "mtu": %d, "read_depth": %u,
+ "cache_bytes": %zu, "offset": %zu, "bytes": %zu, "chunk": %zu, "outstanding": %u, "events": %s,
+ "iterations": %zu, "min_ns": %zu, "median_ns": %zu, "mean_ns": %.1f, "p99_ns": %zu, "max_ns": %zu, "stdev_ns": %.1f,
+ "gigabytes_per_second": %.6f,
+ "connect_s": %.9f, "allocate_s": %.9f, "register_s": %.9f, "hash_s": %.9f, "write_s": %.9f,
+ "server_md5": "%s", "verdict": "%s"}
+)",
+        program_version, ibv_get_device_name(r->id->verbs->device), flag(is_software(r->id->verbs->device)),
+        r->id->port_num, mtu_of(r), r->qp.max_rd_atomic, r->cache.length, r->opt.offset, r->length, r->chunk,
+        r->outstanding, flag(r->opt.events), r->latencies_ns.size(), t.min, t.median, t.mean, t.p99, t.max, t.stdev,
+        gigabytes_per_second(r->length, t), r->connect_s, r->allocate_s, r->register_s, r->hash_s, r->write_s,
+        md5_text(r->cache.md5).c_str(), verdicts[r->verdict]);
+    return write_file(r->opt.json, json.data(), json.size());
 }
 
 // P34: what was made, in reverse order, but for the queue pair: it goes before the memory its READs write to.
 static void free_everything(reader *r)
 {
-    if (r->connected)
-        rdma_disconnect(r->id);
-    if (r->id != nullptr && r->id->qp != nullptr)
-        rdma_destroy_qp(r->id);
-    if (r->mr != nullptr)
-        ibv_dereg_mr(r->mr);
-    if (r->buffer != nullptr)
-        munmap(r->buffer, r->length);
-    if (r->cq != nullptr)
-        ibv_destroy_cq(r->cq);
-    if (r->completion_channel != nullptr)
-        ibv_destroy_comp_channel(r->completion_channel);
-    if (r->pd != nullptr)
-        ibv_dealloc_pd(r->pd);
-    if (r->id != nullptr)
-        rdma_destroy_id(r->id);
-    if (r->cm_channel != nullptr)
-        rdma_destroy_event_channel(r->cm_channel);
-    if (r->devices != nullptr)
-        ibv_free_device_list(r->devices);
+    if (r->connected) rdma_disconnect(r->id);
+    if (r->id != nullptr && r->id->qp != nullptr) rdma_destroy_qp(r->id);
+    if (r->mr != nullptr) ibv_dereg_mr(r->mr);
+    if (r->buffer != nullptr) munmap(r->buffer, r->length);
+    if (r->cq != nullptr) ibv_destroy_cq(r->cq);
+    if (r->completion_channel != nullptr) ibv_destroy_comp_channel(r->completion_channel);
+    if (r->pd != nullptr) ibv_dealloc_pd(r->pd);
+    if (r->id != nullptr) rdma_destroy_id(r->id);
+    if (r->cm_channel != nullptr) rdma_destroy_event_channel(r->cm_channel);
+    if (r->devices != nullptr) ibv_free_device_list(r->devices);
 }
 
 static bool connect(reader *r)
 {
-    const uint64_t start = now_ns();
-    const bool ok = find_addresses(r) && resolve_route(r) && create_queue_pair(r) && connect_to_server(r);
+    const uint64_t start = now_ns(), deadline = deadline_of(r);
+    const bool ok =
+        find_addresses(r) && resolve_route(r, deadline) && create_queue_pair(r) && connect_to_server(r, deadline);
     r->connect_s = seconds_since(start);
     return ok;
 }
@@ -660,13 +620,11 @@ static bool run(reader *r)
         !check_output("--json", r->opt.json) || !connect(r) || !register_buffer(r))
         return false;
     print_head(r);
-    if (!read_cache(r))
-        return false;
+    if (!read_cache(r)) return false;
     const bool verified = verify(r);
-    close_connection(r);
-    if (!verified && r->verdict != verdict_different)
-        return false;
     const bool written = verified && write_output(r);
+    close_connection(r);
+    if (!verified && r->verdict != verdict_different) return false;
     print_results(r);
     return write_csv(r) && write_json(r) && written;
 }
@@ -676,10 +634,7 @@ int main(int argc, char **argv)
     setvbuf(stdout, nullptr, _IOLBF, 0); // a log is read while it grows
     reader r{};
     r.opt = parse_arguments(argc, argv);
-    struct sigaction action = {}; // no SA_RESTART: a signal ends a wait
-    action.sa_handler = [](int) { interrupted = 1; };
-    sigaction(SIGINT, &action, nullptr);
-    sigaction(SIGTERM, &action, nullptr);
+    catch_signals();
     const bool ok = run(&r);
     free_everything(&r);
     return r.verdict == verdict_different ? exit_mismatch : ok ? exit_success : exit_failure;

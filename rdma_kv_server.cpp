@@ -10,7 +10,9 @@
 //   reader  disconnect
 //
 // Left out on purpose: encryption and access control (RDMA has none of its own: any reader that can
-// connect may read all of the cache), changes of the cache while it is served, more than one device.
+// connect may read all of the cache), changes of the cache while it is served, more than one device,
+// and noticing that a reader's whole machine is gone: nothing is ever sent to a reader, so its queue
+// pair stays until the server ends.
 #include <fcntl.h>
 #include <getopt.h>
 #include <infiniband/verbs.h>
@@ -80,7 +82,7 @@ static void print_usage(FILE *stream)
           "      --size N         a synthetic cache of N bytes instead (K, M, G, T: powers of 1024)\n"
           "  -b, --bind ADDRESS   listen on this address (IPv4, IPv6 or name) and its device\n"
           "  -d, --device NAME    RDMA device (default: the address's, else the first active one)\n"
-          "      --readers N      exit after N readers have been served\n"
+          "      --readers N      exit after N readers have been served, disconnecting others\n"
           "  -v, --verbose        connections and limits on stderr\n"
           "  -h, --help           this text\n"
           "      --version        the version\n\n"
@@ -114,10 +116,8 @@ static options parse_arguments(int argc, char **argv)
         default: print_usage(stderr); exit(exit_usage); // getopt_long has said what is wrong
         }
     }
-    if (optind < argc)
-        usage_error(text("unexpected argument '%s'; did you mean -f %s?", argv[optind], argv[optind]));
-    if ((opt.file != nullptr) == (opt.size != 0))
-        usage_error("give the cache as one of -f FILE and --size N");
+    if (optind < argc) usage_error(text("unexpected argument '%s'; did you mean -f %s?", argv[optind], argv[optind]));
+    if ((opt.file != nullptr) == (opt.size != 0)) usage_error("give the cache as one of -f FILE and --size N");
     return opt;
 }
 
@@ -141,38 +141,38 @@ static bool claim_port(server *s)
     if (rdma_create_id(s->cm_channel, &s->listener, nullptr, RDMA_PS_TCP) != 0)
         return failed("rdma_create_id(RDMA_PS_TCP)", errno);
 
+    // Any address, IPv4 too whatever net.ipv6.bindv6only says; or the one that is asked for.
     sockaddr_storage address{};
-    address.ss_family = AF_INET6; // any address, IPv4 too
-    reinterpret_cast<sockaddr_in6 *>(&address)->sin6_port = htons(s->opt.port);
-    if (s->opt.bind != nullptr && !find_address(s->opt.bind, s->opt.port, AI_PASSIVE, &address))
-        return false;
+    int ipv6_only = 0;
+    address.ss_family = access("/proc/net/if_inet6", F_OK) == 0 ? AF_INET6 : AF_INET;
+    rdma_set_option(s->listener, RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, &ipv6_only, sizeof ipv6_only);
+    set_port(&address, s->opt.port);
+    if (s->opt.bind != nullptr && !find_address(s->opt.bind, s->opt.port, AF_UNSPEC, &address)) return false;
 
     auto *const socket_address = reinterpret_cast<sockaddr *>(&address);
     const std::string call = "rdma_bind_addr(" + address_text(socket_address) + ")";
     if (is_loopback(&address))
         return failed(call, "a loopback address, over which RDMA never connects",
                       "leave -b out, or give it the address of an RDMA device");
-    if (rdma_bind_addr(s->listener, socket_address) == 0)
-        return true;
+    if (rdma_bind_addr(s->listener, socket_address) == 0) return true;
     // EADDRNOTAVAIL is an address from elsewhere, or a port in use when a wildcard is involved.
     const int error = errno;
     std::string device;
-    reinterpret_cast<sockaddr_in *>(&address)->sin_port = 0; // IPv6 has it at the same place
+    set_port(&address, 0);
     if (error == EADDRINUSE || (error == EADDRNOTAVAIL && can_bind(socket_address, &device)))
         return failed(call, "the port is in use by another program",
                       "choose another with -p; 'rdma resource show cm_id' shows who has it");
-    return failed(call, error, "no RDMA device here has this address");
+    return failed(call, error,
+                  error == EACCES ? "ports below 1024 are for root" : "no RDMA device here has this address");
 }
 
 static bool has_active_port(ibv_context *context)
 {
     ibv_device_attr device{};
-    if (ibv_query_device(context, &device) != 0)
-        return false;
+    if (ibv_query_device(context, &device) != 0) return false;
     for (uint8_t port = 1; port <= device.phys_port_cnt; ++port) {
         ibv_port_attr attributes{};
-        if (ibv_query_port(context, port, &attributes) == 0 && attributes.state == IBV_PORT_ACTIVE)
-            return true;
+        if (ibv_query_port(context, port, &attributes) == 0 && attributes.state == IBV_PORT_ACTIVE) return true;
     }
     return false;
 }
@@ -181,28 +181,29 @@ static bool has_active_port(ibv_context *context)
 // a connection's queue pair and its PD must belong to the same one (rdma_create_qp(3)).
 static bool open_device(server *s)
 {
-    const char *wanted = s->opt.device;
-    if (wanted != nullptr && !device_is_there(s->devices, wanted))
-        return false;
+    std::string wanted = s->opt.device != nullptr ? s->opt.device : "";
+    if (!wanted.empty() && !device_is_there(s->devices, wanted.c_str())) return false;
     if (s->listener->verbs != nullptr) {
-        const char *bound = ibv_get_device_name(s->listener->verbs->device);
-        if (wanted != nullptr && strcmp(bound, wanted) != 0)
-            return failed(text("-b %s -d %s", s->opt.bind, wanted), text("that address belongs to device %s", bound));
+        const std::string bound = ibv_get_device_name(s->listener->verbs->device);
+        if (!wanted.empty() && bound != wanted)
+            return failed(text("-b %s -d %s", s->opt.bind, s->opt.device), "that address belongs to device " + bound);
         wanted = bound;
     }
+    sockaddr_storage unused{};
+    if (wanted.empty()) // the one that a reader on this machine finds, too
+        find_local_address(AF_UNSPEC, &wanted, &unused);
 
     s->contexts = rdma_get_devices(nullptr);
-    if (s->contexts == nullptr)
-        return failed("rdma_get_devices()", errno);
+    if (s->contexts == nullptr) return failed("rdma_get_devices()", errno);
     for (ibv_context **context = s->contexts; *context != nullptr && s->context == nullptr; ++context)
-        if (wanted != nullptr ? strcmp(ibv_get_device_name((*context)->device), wanted) == 0
-                              : has_active_port(*context))
+        if (wanted.empty() ? has_active_port(*context) : wanted == ibv_get_device_name((*context)->device))
             s->context = *context;
     if (s->context == nullptr)
-        return failed(wanted != nullptr ? text("device %s", wanted) : "all devices", "no active port",
+        return failed("rdma_get_devices()", wanted.empty() ? "none has an active port" : "no device " + wanted,
                       "is the link up? ibv_devinfo shows the state");
-    if (ibv_query_device(s->context, &s->device) != 0)
-        return failed("ibv_query_device()", errno);
+    if (!has_active_port(s->context)) remark("device " + wanted + " has no active port: no reader can reach it now");
+    const int error = ibv_query_device(s->context, &s->device);
+    if (error != 0) return failed("ibv_query_device()", error);
 
     s->pd = ibv_alloc_pd(s->context);
     return s->pd != nullptr || failed("ibv_alloc_pd()", errno);
@@ -216,8 +217,7 @@ static bool read_cache_file(server *s)
                       errno == ENOENT ? "scripts/make_kv_cache.sh makes a test cache" : "");
     struct stat status = {};
     bool ok = fstat(file, &status) == 0 || failed(text("fstat(%s)", s->opt.file), errno);
-    if (ok && !S_ISREG(status.st_mode))
-        ok = failed(text("open(%s)", s->opt.file), "not a regular file");
+    if (ok && !S_ISREG(status.st_mode)) ok = failed(text("open(%s)", s->opt.file), "not a regular file");
     if (ok && status.st_size == 0)
         ok = failed(text("open(%s)", s->opt.file), "the file is empty: there is nothing to serve");
     if (ok) {
@@ -228,9 +228,9 @@ static bool read_cache_file(server *s)
     progress bar{.label = "loading", .total = s->length};
     for (uint64_t done = 0; ok && done < s->length; show_progress(&bar, done)) {
         const ssize_t got = read(file, s->cache + done, std::min(io_piece, s->length - done));
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got <= 0)
+        if (interrupted)
+            ok = failed(text("read(%s)", s->opt.file), "interrupted");
+        else if (got <= 0)
             ok = got < 0 ? failed(text("read(%s)", s->opt.file), errno)
                          : failed(text("read(%s)", s->opt.file), "the file became shorter while it was loaded");
         else
@@ -247,33 +247,29 @@ static bool make_cache(server *s)
 {
     s->length = s->opt.size;
     s->cache = allocate_buffer(s->length);
-    if (s->cache == nullptr)
-        return false;
+    if (s->cache == nullptr) return false;
     progress bar{.label = "filling", .total = s->length};
-    for (uint64_t at = 0; at < s->length; at += sizeof(uint64_t)) {
+    for (uint64_t at = 0; at < s->length && !interrupted; at += sizeof(uint64_t)) {
         uint64_t word = (at + 1) * 0x9e3779b97f4a7c15u;
         word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9u;
         word = (word ^ (word >> 27)) * 0x94d049bb133111ebu;
         word = htole64(word ^ (word >> 31));
         memcpy(s->cache + at, &word, std::min(sizeof word, s->length - at));
-        if (at % io_piece == 0)
-            show_progress(&bar, at);
+        if (at % io_piece == 0) show_progress(&bar, at);
     }
     end_progress(&bar);
-    return true;
+    return !interrupted || failed("filling", "interrupted");
 }
 
 // P5: the cache in memory, and that memory registered for remote reading.
 static bool load_and_register_cache(server *s)
 {
     const uint64_t load_start = now_ns();
-    if (!(s->opt.file != nullptr ? read_cache_file(s) : make_cache(s)))
-        return false;
+    if (!(s->opt.file != nullptr ? read_cache_file(s) : make_cache(s))) return false;
     const double loading = seconds_since(load_start);
 
     const uint64_t hash_start = now_ns();
-    if (!md5_of(s->cache, s->length, s->md5))
-        return false;
+    if (!md5_of(s->cache, s->length, s->md5)) return false;
     const double hashing = seconds_since(hash_start);
 
     const uint64_t register_start = now_ns();
@@ -292,12 +288,10 @@ static bool load_and_register_cache(server *s)
 static bool create_completion_queue(server *s)
 {
     s->completion_channel = ibv_create_comp_channel(s->context);
-    if (s->completion_channel == nullptr)
-        return failed("ibv_create_comp_channel()", errno);
+    if (s->completion_channel == nullptr) return failed("ibv_create_comp_channel()", errno);
     const int depth = std::min(2048, s->device.max_cqe);
     s->cq = ibv_create_cq(s->context, depth, nullptr, s->completion_channel, 0);
-    if (s->cq == nullptr)
-        return failed(text("ibv_create_cq(%d entries)", depth), errno);
+    if (s->cq == nullptr) return failed(text("ibv_create_cq(%d entries)", depth), errno);
     s->most_readers = static_cast<size_t>(depth / 2);
     const int error = ibv_req_notify_cq(s->cq, 0);
     return error == 0 || failed("ibv_req_notify_cq()", error);
@@ -321,8 +315,7 @@ static void refuse(rdma_cm_id *id, const std::string &reason)
     refusal message{.magic = refusal_magic, .version = handshake_version, .reason = {}};
     snprintf(message.reason, sizeof message.reason, "%s", reason.c_str());
     message = encode(message);
-    if (rdma_reject(id, &message, sizeof message) != 0)
-        failed("rdma_reject()", errno);
+    if (rdma_reject(id, &message, sizeof message) != 0) failed("rdma_reject()", errno);
 }
 
 // Why this connect request cannot be served; "" when it can. READs are refused by the transport when
@@ -331,13 +324,12 @@ static std::string objection(const server *s, const rdma_cm_id *id, const rdma_c
 {
     hello greeting{};
     const std::string wrong = decode(request->private_data, request->private_data_len, hello_magic, &greeting);
-    if (!wrong.empty())
-        return wrong;
+    if (!wrong.empty()) return wrong;
     if (id->verbs != s->context)
-        return text("the cache is registered on device %s, this connection arrives on %s",
+        return text("the cache is on device %s, this connection arrives on %s; -d or -b choose the server's",
                     ibv_get_device_name(s->context->device),
                     id->verbs != nullptr ? ibv_get_device_name(id->verbs->device) : "none");
-    if (request->responder_resources == 0)
+    if (request->responder_resources == 0 && id->verbs->device->transport_type != IBV_TRANSPORT_IWARP)
         return "initiator depth 0: such a reader cannot read";
     if (s->readers.size() >= s->most_readers)
         return text("busy: %zu readers are connected, the most this server takes", s->most_readers);
@@ -352,8 +344,7 @@ static bool create_queue_pair(server *s, reader *r)
     attributes.send_cq = s->cq;
     attributes.recv_cq = s->cq;
     attributes.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
-    if (rdma_create_qp(r->id, s->pd, &attributes) != 0)
-        return failed("rdma_create_qp(RC)", errno);
+    if (rdma_create_qp(r->id, s->pd, &attributes) != 0) return failed("rdma_create_qp(RC)", errno);
 
     const int access = IBV_ACCESS_LOCAL_WRITE; // a variable: clang dislikes what the macro does with an enumerator
     r->closing_mr = ibv_reg_mr(s->pd, &r->message, sizeof r->message, access);
@@ -369,10 +360,8 @@ static bool create_queue_pair(server *s, reader *r)
 
 static void free_reader(server *s, reader *r)
 {
-    if (r->id->qp != nullptr)
-        rdma_destroy_qp(r->id);
-    if (r->closing_mr != nullptr)
-        ibv_dereg_mr(r->closing_mr);
+    if (r->id->qp != nullptr) rdma_destroy_qp(r->id);
+    if (r->closing_mr != nullptr) ibv_dereg_mr(r->closing_mr);
     rdma_destroy_id(r->id);
     s->readers.erase(r->number); // deletes r
 }
@@ -411,29 +400,40 @@ static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *requ
     rdma_conn_param answer{};
     answer.private_data = &message;
     answer.private_data_len = sizeof message;
-    // How many READs of the reader this side answers at a time: what it asks for, if the device can.
-    answer.responder_resources =
-        static_cast<uint8_t>(std::min<int>(request->responder_resources, s->device.max_qp_rd_atom));
-    answer.initiator_depth = 0; // this side reads nothing
+    // How many READs of the reader this side answers at a time: what it asks for, as far as the device
+    // can. librdmacm takes the smaller of the two for RDMA_MAX_RESP_RES.
+    answer.responder_resources = RDMA_MAX_RESP_RES;
+    answer.initiator_depth = RDMA_MAX_INIT_DEPTH; // not used: this side reads nothing
+    answer.rnr_retry_count = 7; // of the reader's SEND, without end: its watchdog ends it (rdma_accept(3))
     if (rdma_accept(id, &answer) != 0) {
         failed("rdma_accept(" + r->address + ")", errno);
+        refuse(id, "the server could not accept");
         free_reader(s, r);
         return;
     }
-    if (s->opt.verbose)
-        remark(text("reader %s accepted, READ depth %u", r->address.c_str(), answer.responder_resources));
+    if (s->opt.verbose) remark("reader " + r->address + " accepted");
 }
 
-static void log_visit(const reader *r)
+// Logs what a reader says of its visit, in a message of so many bytes.
+static void take_closing_message(reader *r, size_t length)
 {
     static const char *const verdicts[] = {"not checked", "equal", "DIFFERENT"};
     closing message{};
-    const std::string wrong = decode(&r->message, sizeof r->message, closing_magic, &message);
-    if (wrong.empty() && message.verdict <= verdict_different)
+    const std::string wrong = decode(&r->message, length, closing_magic, &message);
+    r->closed = wrong.empty() && message.verdict <= verdict_different;
+    if (r->closed)
         printf("reader %s: %zu bytes x %zu, median %.3f us, MD5 %s\n", r->address.c_str(), message.bytes,
                message.iterations, static_cast<double>(message.median_ns) / 1e3, verdicts[message.verdict]);
     else
-        printf("reader %s: closing message not understood\n", r->address.c_str());
+        remark("reader " + r->address + ": closing message not understood: " + wrong);
+}
+
+// For a channel that poll() called ready: it may have been woken for nothing, or the device is gone.
+static void give_up_on_error(server *s, const char *call)
+{
+    if (errno == EAGAIN || errno == EINTR) return;
+    failed(call, errno, "was the device removed?");
+    s->stop = s->broken = true;
 }
 
 // P10: takes what the completion queue has: the closing messages of readers.
@@ -457,8 +457,7 @@ static void poll_completions(server *s)
                             ibv_wc_status_str(completions[i].status)));
                 continue;
             }
-            r->closed = completions[i].byte_len == sizeof r->message;
-            log_visit(r);
+            take_closing_message(r, completions[i].byte_len);
         }
     }
 }
@@ -468,8 +467,10 @@ static void handle_completions(server *s)
 {
     ibv_cq *cq = nullptr;
     void *context = nullptr;
-    if (ibv_get_cq_event(s->completion_channel, &cq, &context) != 0)
+    if (ibv_get_cq_event(s->completion_channel, &cq, &context) != 0) {
+        give_up_on_error(s, "ibv_get_cq_event()");
         return;
+    }
     ibv_ack_cq_events(cq, 1);
     poll_completions(s);
     const int error = ibv_req_notify_cq(s->cq, 0);
@@ -490,8 +491,7 @@ static void end_visit(server *s, reader *r, const char *how)
     else
         ++s->readers_served;
     free_reader(s, r);
-    if (s->opt.readers != 0 && s->readers_served >= s->opt.readers)
-        s->stop = true;
+    if (s->opt.readers != 0 && s->readers_served >= s->opt.readers) s->stop = true;
 }
 
 // An event belongs to librdmacm until it is acknowledged, and rdma_destroy_id waits for that: what is
@@ -499,8 +499,10 @@ static void end_visit(server *s, reader *r, const char *how)
 static void handle_cm_event(server *s)
 {
     rdma_cm_event *event = nullptr;
-    if (rdma_get_cm_event(s->cm_channel, &event) != 0)
+    if (rdma_get_cm_event(s->cm_channel, &event) != 0) {
+        give_up_on_error(s, "rdma_get_cm_event()");
         return;
+    }
     const rdma_cm_event_type type = event->event;
     const int status = event->status;
     rdma_cm_id *const id = event->id;
@@ -520,22 +522,19 @@ static void handle_cm_event(server *s)
             remark(text("reader %s connected, %zu now", r->address.c_str(), s->readers.size()));
         break;
     case RDMA_CM_EVENT_DISCONNECTED:
-        if (r != nullptr)
-            end_visit(s, r, "left");
+        if (r != nullptr) end_visit(s, r, "left");
         break;
     case RDMA_CM_EVENT_CONNECT_ERROR:
     case RDMA_CM_EVENT_UNREACHABLE:
     case RDMA_CM_EVENT_REJECTED:
-        if (r != nullptr)
-            end_visit(s, r, "gave up while connecting,");
+        if (r != nullptr) end_visit(s, r, "gave up while connecting,");
         break;
     case RDMA_CM_EVENT_DEVICE_REMOVAL:
         failed(text("device %s", ibv_get_device_name(s->context->device)), "was removed");
         s->stop = s->broken = true;
         break;
     default: // TIMEWAIT_EXIT after every visit, ADDR_CHANGE; they change nothing here
-        if (s->opt.verbose)
-            remark(text("%s (status %d)", rdma_event_str(type), status));
+        if (s->opt.verbose) remark(text("%s (status %d)", rdma_event_str(type), status));
     }
 }
 
@@ -549,8 +548,8 @@ static bool serve(server *s)
     sigaddset(&signals, SIGTERM);
     sigprocmask(SIG_BLOCK, &signals, nullptr);
     s->signals = signalfd(-1, &signals, SFD_CLOEXEC);
-    if (s->signals < 0)
-        return failed("signalfd(SIGINT, SIGTERM)", errno);
+    if (s->signals < 0) return failed("signalfd(SIGINT, SIGTERM)", errno);
+    s->stop = interrupted != 0; // it came before it was blocked
     for (const int channel : {s->cm_channel->fd, s->completion_channel->fd})
         if (fcntl(channel, F_SETFL, fcntl(channel, F_GETFL) | O_NONBLOCK) != 0)
             return failed("fcntl(O_NONBLOCK)", errno);
@@ -563,12 +562,9 @@ static bool serve(server *s)
                 continue;
             return failed("poll()", errno);
         }
-        if (ready[0].revents != 0)
-            s->stop = true;
-        if (ready[1].revents != 0)
-            handle_completions(s);
-        if (ready[2].revents != 0)
-            handle_cm_event(s);
+        if (ready[0].revents != 0) s->stop = true;
+        if (ready[1].revents != 0) handle_completions(s);
+        if (ready[2].revents != 0) handle_cm_event(s);
     }
     while (!s->readers.empty())
         end_visit(s, s->readers.begin()->second.get(), "was disconnected");
@@ -579,26 +575,16 @@ static bool serve(server *s)
 // P34: what was made, in reverse order.
 static void free_everything(server *s)
 {
-    if (s->signals >= 0)
-        close(s->signals);
-    if (s->cq != nullptr)
-        ibv_destroy_cq(s->cq);
-    if (s->completion_channel != nullptr)
-        ibv_destroy_comp_channel(s->completion_channel);
-    if (s->cache_mr != nullptr)
-        ibv_dereg_mr(s->cache_mr);
-    if (s->cache != nullptr)
-        munmap(s->cache, s->length);
-    if (s->pd != nullptr)
-        ibv_dealloc_pd(s->pd);
-    if (s->contexts != nullptr)
-        rdma_free_devices(s->contexts); // the contexts themselves are librdmacm's
-    if (s->listener != nullptr)
-        rdma_destroy_id(s->listener);
-    if (s->cm_channel != nullptr)
-        rdma_destroy_event_channel(s->cm_channel);
-    if (s->devices != nullptr)
-        ibv_free_device_list(s->devices);
+    if (s->signals >= 0) close(s->signals);
+    if (s->cq != nullptr) ibv_destroy_cq(s->cq);
+    if (s->completion_channel != nullptr) ibv_destroy_comp_channel(s->completion_channel);
+    if (s->cache_mr != nullptr) ibv_dereg_mr(s->cache_mr);
+    if (s->cache != nullptr) munmap(s->cache, s->length);
+    if (s->pd != nullptr) ibv_dealloc_pd(s->pd);
+    if (s->contexts != nullptr) rdma_free_devices(s->contexts); // the contexts themselves are librdmacm's
+    if (s->listener != nullptr) rdma_destroy_id(s->listener);
+    if (s->cm_channel != nullptr) rdma_destroy_event_channel(s->cm_channel);
+    if (s->devices != nullptr) ibv_free_device_list(s->devices);
 }
 
 int main(int argc, char **argv)
@@ -607,8 +593,9 @@ int main(int argc, char **argv)
     server s{};
     s.signals = -1;
     s.opt = parse_arguments(argc, argv);
+    catch_signals(); // serve() takes them over
     const bool ok = list_devices(&s) && claim_port(&s) && open_device(&s) && load_and_register_cache(&s) &&
                     create_completion_queue(&s) && listen_for_readers(&s) && serve(&s);
     free_everything(&s);
-    return ok ? exit_success : exit_failure;
+    return ok || interrupted ? exit_success : exit_failure;
 }

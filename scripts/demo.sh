@@ -2,8 +2,10 @@
 # One command from a bare machine to a KV cache that has crossed by RDMA READ.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 project=$(dirname "$here")
+# shellcheck source=common.sh
+source "$here/common.sh"
 folder=$project/build/demo
 size=1G
 
@@ -13,7 +15,7 @@ usage: scripts/demo.sh [--size N]
 
 Installs what is missing, builds, makes a cache of random bytes, and moves it from rdma_kv_server to
 rdma_kv_reader: over the RDMA device of this machine; without one, over SoftRoCE, if this kernel has
-it and you may use it; else in the lab, a guest with a kernel that has it.
+it and you may use it; else in the lab, a guest with a kernel that has it. Files are in build/demo.
 
       --size N   bytes of the cache, or with K, M, G: powers of 1024 (default 1G)
       --lab      in the lab, whatever this machine has
@@ -23,84 +25,94 @@ TXT
 
 step() { printf '\n== %s\n' "$*"; }
 
-has_rdma_device() { grep -qs ACTIVE /sys/class/infiniband/*/ports/*/state; }
+as_root() { if [[ $(id -u) -eq 0 ]]; then "$@"; else sudo "$@"; fi; }
 
-can_use_softroce() {
+# A SoftRoCE device on this kernel, if it has the module and this user may. It goes with this script.
+make_softroce() {
   [[ -d /sys/module/rdma_rxe ]] || modinfo rdma_rxe >/dev/null 2>&1 || return 1
-  [[ $(id -u) -eq 0 ]] || sudo -v
+  [[ $(id -u) -eq 0 ]] || { command -v sudo >/dev/null && sudo -v; } || return 1
+  as_root "$here/softroce.sh" up || return 1
+  trap 'as_root "$here/softroce.sh" down' EXIT
 }
 
-softroce() {
-  if [[ $(id -u) -eq 0 ]]; then "$here/softroce.sh" "$@"; else sudo "$here/softroce.sh" "$@"; fi
+# The cache is locked in memory, which an ordinary user may do with 8 MiB only.
+raise_memlock() {
+  [[ $(id -u) -eq 0 || $(ulimit -l) == unlimited ]] || as_root prlimit --pid $$ --memlock=unlimited:unlimited ||
+    printf 'demo.sh: the memlock limit stays at %s KiB\n' "$(ulimit -l)" >&2
 }
 
-# Server and reader, on the RDMA device that is there.
-run_pair() {
-  local log=$folder/server.log server
-  rm -f "$folder/received.bin"
+# Server and reader, on the RDMA device that is there. In a subshell, as it has a trap of its own.
+run_pair() (
+  log=$folder/server.log
+  rm -f "$folder/received.bin" "$log"
   step "rdma_kv_server -f kv_cache.bin"
   "$project/rdma_kv_server" -f "$folder/kv_cache.bin" --readers 1 >"$log" 2>&1 &
   server=$!
-  # shellcheck disable=SC2064 # this server's id
-  trap "kill $server 2>/dev/null || true" EXIT
-  until grep -q '^listening' "$log"; do
+  trap 'kill "$server" 2>/dev/null && wait "$server"' EXIT
+  until grep -qs '^listening' "$log"; do
     kill -0 "$server" 2>/dev/null || { cat "$log" >&2; return 1; }
     sleep 0.2
   done
   cat "$log"
   step "rdma_kv_reader -s localhost -o received.bin"
   "$project/rdma_kv_reader" -s localhost -o "$folder/received.bin" || { cat "$log" >&2; return 1; }
-  wait "$server"
-  trap - EXIT
-}
-
-# The same with a device made for it, where there is none yet; in the lab this is all that runs.
-run_pair_on_softroce() {
-  has_rdma_device || { softroce up; trap 'softroce down' EXIT; }
-  (run_pair)
-}
+)
 
 # The guest needs room for the cache twice: the server's and the reader's.
 lab_memory() { echo "$((2 * $(stat -c %s "$folder/kv_cache.bin") / 1048576 + 1536))M"; }
 
 main() {
-  local lab=false used
+  local lab=false used device
   while [[ $# -gt 0 ]]; do
     case $1 in
       --size) size=${2:-}; shift 2 || { usage >&2; exit 2; } ;;
       --lab) lab=true; shift ;;
-      --in-lab) run_pair_on_softroce; exit ;;
+      --in-lab) make_softroce && run_pair; exit ;; # how this script goes on in the guest
       -h | --help) usage; exit 0 ;;
       *) usage >&2; exit 2 ;;
     esac
   done
 
+  [[ $size =~ ^[1-9][0-9]*[KMG]?$ ]] || { usage >&2; exit 2; }
+
   step "what is needed"
   "$here/install_deps.sh" build run
-  if $lab || { ! has_rdma_device && ! can_use_softroce; }; then
-    used=lab
-    "$here/lab.sh" --prepare
-    # The guest's processor has less than this machine's under emulation.
-    make -s -C "$project" ARCH=-march=x86-64-v2
+  if $lab; then
+    device=lab
+  elif has_rdma_device; then
+    device=here
+  elif make_softroce; then
+    device=softroce
   else
-    used=machine
+    device=lab
+  fi
+  # The guest's processor has less than this machine's: for it, what every x86-64 has.
+  if [[ $device == lab ]]; then
+    "$here/lab.sh" --prepare
+    make -s -C "$project" MARCH=
+  else
     make -s -C "$project"
+    raise_memlock
   fi
 
   step "the cache"
   mkdir -p "$folder"
   "$here/make_kv_cache.sh" "$size" "$folder/kv_cache.bin"
 
-  if [[ $used == lab ]]; then
-    "$here/lab.sh" --memory "$(lab_memory)" -- "$here/demo.sh" --in-lab
-    used="SoftRoCE in the lab: the kernel's RDMA stack in software, in a QEMU guest; the times are not those of hardware"
-  elif has_rdma_device; then
-    (run_pair)
-    used="the RDMA device of this machine, server and reader both on it"
-  else
-    run_pair_on_softroce
-    used="SoftRoCE on this kernel: RDMA in software; the times are not those of hardware"
-  fi
+  case $device in
+    here)
+      used="the RDMA device of this machine, server and reader both on it"
+      run_pair || { printf 'demo.sh: scripts/demo.sh --lab does it without this device\n' >&2; exit 1; }
+      ;;
+    softroce)
+      used="SoftRoCE on this kernel: RDMA in software; the times are not those of hardware"
+      run_pair
+      ;;
+    lab)
+      used="SoftRoCE in the lab: the kernel's RDMA stack in software, in a QEMU guest; the times are not those of hardware"
+      "$here/lab.sh" --memory "$(lab_memory)" -- "$here/demo.sh" --in-lab
+      ;;
+  esac
 
   step "md5sum kv_cache.bin received.bin"
   (cd "$folder" && md5sum kv_cache.bin received.bin)

@@ -20,7 +20,7 @@ packages_of() {
   case $1 in
     build) echo g++ make libibverbs-dev librdmacm-dev libssl-dev ;;
     run) echo rdma-core ibverbs-providers iproute2 kmod ;;
-    test) echo bats perl clang libgtest-dev shellcheck ibverbs-utils rdmacm-utils perftest jq ;;
+    test) echo bats perl clang binutils libgtest-dev shellcheck procps ibverbs-utils rdmacm-utils jq ;;
     lab) echo qemu-system-x86 busybox-static cpio kmod ;;
     all) echo "$(packages_of build) $(packages_of run) $(packages_of test) $(packages_of lab)" ;;
     *) printf "install_deps.sh: unknown set '%s'\n" "$1" >&2; usage >&2; exit 2 ;;
@@ -57,7 +57,10 @@ main() {
   ! $dry_run || exit 0
 
   local -a as_root=()
-  [[ $(id -u) -eq 0 ]] || as_root=(sudo)
+  if [[ $(id -u) -ne 0 ]]; then
+    command -v sudo >/dev/null || { printf 'install_deps.sh: not root, and no sudo here: have root install them\n' >&2; exit 1; }
+    as_root=(sudo)
+  fi
   "${as_root[@]}" apt-get -q update >&2
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "${missing[@]}" >&2
 }

@@ -7,7 +7,7 @@
 # folder outlives it. The project's folder is shared writable, under the same path.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 project=$(dirname "$here")
 lab=$project/build/lab
 
@@ -15,10 +15,11 @@ usage() {
   cat <<TXT
 usage: scripts/lab.sh [options] [-- COMMAND [ARGUMENT...]]
 
-Boots a guest, runs COMMAND in it (in the current folder, when that lies in the project), returns
-its output and exit status. Without COMMAND: a shell, on a terminal.
+Boots a guest, runs COMMAND in it (in the current folder, where the guest has that), returns its
+output and exit status. On a terminal COMMAND has it as its own; else its standard input is empty.
+Without COMMAND: a shell, on a terminal.
 
-  -m, --memory SIZE    the guest's memory, as QEMU spells it (default 4G)
+  -m, --memory SIZE    the guest's memory, in M or G (default 4G)
   -c, --cpus N         the guest's processors (default: this machine's, 4 at most)
   -t, --timeout SEC    stop the guest after this long (default 3600)
   -a, --accel NAME     kvm or tcg (default: kvm where usable, else tcg, which is emulation)
@@ -42,9 +43,9 @@ die() {
 fetch_kernel() {
   [[ ! -e $lab/kernel/version ]] || return 0
   local package unpacked version
-  package=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image-/ { print $2; exit }')
+  package=$({ LC_ALL=C apt-cache depends linux-image-amd64 2>/dev/null || true; } | awk '/Depends: linux-image-/ { print $2; exit }')
   [[ -n $package ]] || die "apt-cache depends linux-image-amd64: no kernel package found" \
-    "the lab knows Debian's kernel; run 'apt-get update' if the package lists are empty"
+    "the lab uses Debian's kernel; where the package lists are empty, run 'apt-get update' (as root)"
   say "fetching $package (about 70 MB)"
   unpacked=$lab/kernel.new
   rm -rf "$unpacked" "$lab/kernel"
@@ -62,8 +63,11 @@ fetch_kernel() {
 # The initramfs: busybox, scripts/lab/init and the modules needed to reach the host's files. The
 # RDMA modules are loaded in the guest by softroce.sh, as on any machine.
 make_initramfs() {
-  local version=$1 tree=$lab/initramfs.tree module
-  [[ ! $lab/initramfs -nt $here/lab/init || ! $lab/initramfs -nt $lab/kernel/version ]] || return 0
+  local version=$1 tree=$lab/initramfs.tree module source
+  for source in "$here/lab/init" "$lab/kernel/version" "${BASH_SOURCE[0]}"; do
+    [[ $lab/initramfs -nt $source ]] || break
+  done
+  [[ ! $lab/initramfs -nt $source ]] || return 0
   rm -rf "$tree"
   mkdir -p "$tree"/{bin,dev,proc,sys,modules}
   cp "$(command -v busybox)" "$tree/bin/busybox"
@@ -72,7 +76,7 @@ make_initramfs() {
   chmod +x "$tree/init"
   for module in virtio_pci virtio_console 9pnet_virtio 9p overlay virtio_net; do
     /sbin/modprobe -d "$lab/kernel" -S "$version" --show-depends "$module"
-  done | awk '$1 == "insmod" && !seen[$2]++ { print $2 }' | while read -r module; do
+  done | awk 'sub(/^insmod /, "") { sub(/ +$/, ""); if (!seen[$0]++) print }' | while read -r module; do
     cp "$module" "$tree/modules/"
     basename "$module"
   done >"$tree/modules/order"
@@ -83,15 +87,35 @@ make_initramfs() {
 
 prepare() {
   [[ $(uname -m) == x86_64 ]] || die "this machine is $(uname -m): the lab was only made for x86_64"
+  [[ $project != *[,:]* ]] || die "folder $project: QEMU cannot share a path with a comma or a colon"
   "$here/install_deps.sh" lab || die "its packages could not be installed"
   mkdir -p "$lab"
-  fetch_kernel
-  make_initramfs "$(<"$lab/kernel/version")"
+  (
+    flock 9 # two first starts at a time would undo each other's work
+    remove_stale_runs
+    fetch_kernel
+    make_initramfs "$(<"$lab/kernel/version")"
+  ) 9>"$lab/lock" || exit
+}
+
+# What is left of a lab.sh that was killed.
+remove_stale_runs() {
+  local folder
+  for folder in "$lab"/run.*; do
+    [[ ! -s $folder/pid ]] || kill -0 "$(<"$folder/pid")" 2>/dev/null || rm -rf "$folder"
+  done
 }
 
 # A /dev/kvm may exist where a stock kernel cannot run on it: the processor's flags decide as well.
 choose_accelerator() {
-  if [[ -w /dev/kvm ]] && grep -qwE 'vmx|svm' /proc/cpuinfo; then echo kvm; else echo tcg; fi
+  if ! grep -qwE 'vmx|svm' /proc/cpuinfo || [[ ! -e /dev/kvm ]]; then
+    echo tcg
+  elif [[ ! -w /dev/kvm ]]; then
+    say "/dev/kvm is not yours to write (group kvm?): emulating, which is slower"
+    echo tcg
+  else
+    echo kvm
+  fi
 }
 
 # What the guest runs, written as a script into its share: boot_node FOLDER COMMAND...
@@ -110,13 +134,21 @@ write_start_script() {
       printf '%q ' "$@"
       printf '</dev/hvc0 >/dev/hvc0 2>&1\n'
     else
-      # By way of pipes: a port can be opened once, and programs open /dev/stderr again. What a process
-      # left behind still says is waited for no longer than a second.
+      # By way of pipes: a port can be opened once, and programs open /dev/stderr again. When the command
+      # has ended, what it left running must not hold them open for ever.
       printf 'mkfifo /run/out /run/err\n'
       printf 'cat </run/out >/dev/virtio-ports/out &\ncat </run/err >/dev/virtio-ports/err &\n'
       printf '%q ' "$@"
       printf '</dev/null >/run/out 2>/run/err\nstatus=$?\n'
-      printf 'for _ in {1..10}; do [[ -n $(jobs -r) ]] || break; sleep 0.1; done\nexit $status\n'
+      cat <<'TXT'
+for _ in {1..10}; do [[ -n $(jobs -r) ]] || exit $status; sleep 0.1; done
+for file in /proc/[0-9]*/fd/*; do
+  process=${file#/proc/} process=${process%%/*}
+  [[ ! $file -ef /run/out && ! $file -ef /run/err || " $(jobs -p | tr '\n' ' ') " == *" $process "* ]] || kill -KILL "$process"
+done
+wait
+exit $status
+TXT
     fi
   } >"$folder/start"
 }
@@ -153,16 +185,18 @@ boot_node() {
     qemu+=(-chardev "stdio,id=terminal,signal=off" -device "virtconsole,chardev=terminal")
     "${qemu[@]}" <&0 &
   else
+    # Held open here until QEMU has ended, so that no reader waits for a QEMU that never came to write.
     mkfifo "$folder/out" "$folder/err"
-    cat <"$folder/out" &
+    exec {hold_out}<>"$folder/out" {hold_err}<>"$folder/err"
+    cat <"$folder/out" {hold_out}>&- {hold_err}>&- &
     reader_pids+=($!)
-    cat <"$folder/err" >&2 &
+    cat <"$folder/err" >&2 {hold_out}>&- {hold_err}>&- &
     reader_pids+=($!)
     qemu+=(
       -chardev "file,id=out,path=$folder/out" -device "virtserialport,chardev=out,name=out"
       -chardev "file,id=err,path=$folder/err" -device "virtserialport,chardev=err,name=err"
     )
-    "${qemu[@]}" </dev/null &
+    "${qemu[@]}" </dev/null {hold_out}>&- {hold_err}>&- &
   fi
   node_pid[$name]=$!
 }
@@ -170,18 +204,25 @@ boot_node() {
 # wait_for_node NAME : returns the command's exit status, 124 or 125.
 wait_for_node() {
   local name=$1 folder=$run/$1 deadline=$((SECONDS + timeout))
+  local late=false
   while kill -0 "${node_pid[$name]}" 2>/dev/null; do
     if ((SECONDS >= deadline)); then
       say "$name: not finished after $timeout s, stopped"
-      return 124
+      late=true
+      kill "${node_pid[$name]}"
+      wait "${node_pid[$name]}" || true
     fi
     sleep 0.1
   done
   # Everything the guest wrote has to be out before its status is told.
-  [[ ${#reader_pids[@]} -eq 0 ]] || wait "${reader_pids[@]}"
+  if [[ ${#reader_pids[@]} -gt 0 ]]; then
+    exec {hold_out}>&- {hold_err}>&-
+    wait "${reader_pids[@]}"
+  fi
+  ! $late || return 124
   if [[ ! -s $folder/exit_status ]]; then
     say "$name ended before its command did; the last lines of its console:"
-    tail -n 15 "$folder/console.log" >&2 || true
+    [[ ! -e $folder/console.log ]] || tail -n 15 "$folder/console.log" >&2
     return 125
   fi
   return "$(<"$folder/exit_status")"
@@ -220,6 +261,8 @@ main() {
   shift
   [[ -n $accelerator ]] || accelerator=$(choose_accelerator)
   [[ $accelerator == kvm || $accelerator == tcg ]] || { say "--accel takes kvm or tcg, not '$accelerator'"; exit 2; }
+  [[ $memory =~ ^[1-9][0-9]*[MG]$ ]] || { say "--memory takes a size in M or G, not '$memory'"; exit 2; }
+  [[ $cpus =~ ^[1-9][0-9]*$ ]] || { say "--cpus takes a number, not '$cpus'"; exit 2; }
   [[ $timeout =~ ^[0-9]+$ ]] || { say "--timeout takes seconds, not '$timeout'"; exit 2; }
   if [[ -t 0 && -t 1 && -t 2 ]]; then terminal=true; fi
   [[ $# -gt 0 ]] || $prepare_only || $terminal || { say "a shell needs a terminal; give a command after --"; exit 2; }
@@ -229,6 +272,7 @@ main() {
   ! $prepare_only || exit 0
 
   run=$(mktemp -d "$lab/run.XXXXXX")
+  echo $$ >"$run/pid"
   reader_pids=()
   if $terminal; then saved_terminal=$(stty -g); fi
   trap clean_up EXIT

@@ -16,4 +16,6 @@ case ${1:-} in
 esac
 server=$1
 shift
-exec "$(dirname "${BASH_SOURCE[0]}")/../rdma_kv_reader" -s "$server" -p 12345 -o received.bin "$@"
+program=$(dirname "${BASH_SOURCE[0]}")/../rdma_kv_reader
+[[ -x $program ]] || { printf 'reader.sh: rdma_kv_reader is not built: run make\n' >&2; exit 1; }
+exec "$program" -s "$server" -p 12345 -o received.bin "$@"

@@ -14,4 +14,6 @@ TXT
 case ${1:-} in
   -h | --help) usage; exit 0 ;;
 esac
-exec "$(dirname "${BASH_SOURCE[0]}")/../rdma_kv_server" -p 12345 -f kv_cache.bin "$@"
+program=$(dirname "${BASH_SOURCE[0]}")/../rdma_kv_server
+[[ -x $program ]] || { printf 'server.sh: rdma_kv_server is not built: run make\n' >&2; exit 1; }
+exec "$program" -p 12345 -f kv_cache.bin "$@"

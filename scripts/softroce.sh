@@ -28,39 +28,46 @@ die() {
   exit 1
 }
 
-require_root() { [[ $(id -u) -eq 0 ]] || die "$1 needs root" "sudo scripts/softroce.sh $1"; }
+require_root() { [[ $(id -u) -eq 0 ]] || die "$1 needs root" "sudo scripts/softroce.sh $1 ..."; }
 
 did() { printf '%s\n' "$*" >>"$state"; }
 
+loaded_modules() { awk '{ print $1 }' /proc/modules | tac; } # the oldest first
+
+# Loads a module and what that needs, and writes down all that is new.
 load_module() {
-  local module=$1 flavour
+  local module=$1 before new
   [[ ! -d /sys/module/$module ]] || return 0
-  flavour=$(uname -r)
-  modprobe "$module" 2>/dev/null ||
-    die "modprobe $module: kernel $flavour has no such module" \
+  before=$(loaded_modules)
+  modprobe "$module" 2>/dev/null || return 1
+  for new in $(loaded_modules | grep -vxF "$before"); do
+    did module "$new"
+  done
+}
+
+need_module() {
+  load_module "$1" ||
+    die "modprobe $1: kernel $(uname -r) has no such module" \
       "cloud kernels lack rdma_rxe: use the distribution's standard kernel (Debian: linux-image-amd64), or scripts/lab.sh"
-  did module "$module"
 }
 
 load_modules() {
   # Up to Linux 6.14 rxe asks the crypto layer for crc32 by name; without it 'rdma link add' fails
   # with "No such file or directory". Later kernels have no such module and need none.
-  if [[ ! -d /sys/module/crc32_generic ]] && modprobe crc32_generic 2>/dev/null; then
-    [[ ! -d /sys/module/crc32_generic ]] || did module crc32_generic
-  fi
+  load_module crc32_generic || true
   local module
   for module in ib_uverbs rdma_ucm rdma_rxe; do
-    load_module "$module"
+    need_module "$module"
   done
 }
 
 make_veth_pair() {
   [[ ! -d /sys/class/net/$own_netdev ]] || die "interface $own_netdev exists already" "ip link delete $own_netdev"
   local network
-  network=$(ip -o route show root "$address" 2>/dev/null || true)
+  network=$(ip -o route show match "${address%/*}" | grep -v '^default' || true)
   [[ -z $network && -z $(ip -o address show to "$address") ]] ||
     die "address $address: this machine uses that network already" "choose another: --address 10.77.0.1/24"
-  load_module veth
+  need_module veth
   ip link add "$own_netdev" mtu 9000 type veth peer name "$own_peer" mtu 9000 ||
     die "ip link add $own_netdev type veth: failed"
   did netdev "$own_netdev"
@@ -140,7 +147,7 @@ undo() {
     case $kind in
       link) rdma link delete "$name" ;;
       netdev) ip link delete "$name" ;;
-      module) modprobe -r "$name" 2>/dev/null ;; # it may have got other users meanwhile
+      module) modprobe -r "$name" 2>/dev/null || [[ ! -d /sys/module/$name ]] ;; # gone with an earlier one?
     esac || printf 'softroce.sh: %s %s stays: it is in use, or gone already\n' "$kind" "$name" >&2
   done < <(tac "$state")
   rm -f "$state"

@@ -3,8 +3,10 @@
 # on a machine that has no RDMA device.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 project=$(dirname "$here")
+# shellcheck source=common.sh
+source "$here/common.sh"
 
 usage() {
   cat <<TXT
@@ -21,16 +23,23 @@ main() {
     -h | --help) usage; exit 0 ;;
     -*) usage >&2; exit 2 ;;
   esac
+  local -a tests=()
+  local test
+  for test in "$@"; do
+    tests+=("$(realpath "$test")")
+  done
   "$here/install_deps.sh" build run test
+  # The tests see the build and its messages as they are by default.
+  unset CDPATH MAKEFLAGS MFLAGS MAKELEVEL CXX CXXFLAGS CPPFLAGS LDFLAGS MARCH BIN
+  export LC_ALL=C.UTF-8
   cd "$project"
-  # For the guest's processor, which has less than this machine's under emulation.
-  local arch=-march=native
-  if ! grep -qs ACTIVE /sys/class/infiniband/*/ports/*/state; then
+  # The guest's processor has less than this machine's: for it, what every x86-64 has.
+  local march=-march=native
+  if ! has_rdma_device; then
     "$here/lab.sh" --prepare
-    arch=-march=x86-64-v2
+    march=
   fi
-  make -s ARCH="$arch"
-  local -a tests=("$@")
+  make -s MARCH="$march"
   [[ ${#tests[@]} -gt 0 ]] || tests=(tests/*.t tests/*.bats)
   prove --timer --comments "${tests[@]}"
 }

@@ -34,7 +34,7 @@ strict="-O2 -Wpedantic -Wshadow -Wconversion"
   make -s "BIN=$bin"
   run -0 make "BIN=$bin"
   [[ $output != *rdma_kv* ]] || { echo "$output"; return 1; }
-  run -0 make "BIN=$bin" ARCH=-march=x86-64
+  run -0 make "BIN=$bin" MARCH=-march=x86-64
   [[ $output == *"-march=x86-64 "* ]] || { echo "$output"; return 1; }
 }
 
@@ -51,6 +51,11 @@ strict="-O2 -Wpedantic -Wshadow -Wconversion"
   [[ $status -ne 0 ]]
   [[ $output == "make: <infiniband/verbs.h> is missing: install libibverbs-dev (scripts/install_deps.sh build)"* ]]
   [[ $output != *error:* ]]
+}
+
+@test "flags that the compiler refuses are not called a missing package" {
+  run make -s "BIN=$bin" MARCH=-march=nonsense
+  [[ $status -ne 0 && $output == *"-march=nonsense"*"the compiler refuses this"* && $output != *missing* ]] || { echo "$output"; return 1; }
 }
 
 @test "a missing compiler: one line that names the package" {

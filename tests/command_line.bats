@@ -7,6 +7,9 @@ setup() {
   server=./rdma_kv_server reader=./rdma_kv_reader
 }
 
+# The long options that a program hands to getopt_long.
+options_of() { grep -oP '\{"\K[a-z-]+(?=", (no|required)_argument)' "$1"; }
+
 # usage_error PROGRAM ARGUMENT... : exit status 2, the message on stderr, nothing on stdout.
 usage_error() {
   run --separate-stderr "$@"
@@ -23,15 +26,19 @@ usage_error() {
     # Whatever getopt_long takes is listed.
     while read -r option; do
       [[ $output == *"--$option"* ]] || { echo "--$option is not in the help"; return 1; }
-    done < <(sed -n 's/.*{"\([a-z-]*\)", \(no\|required\)_argument.*/\1/p' "$program.cpp")
+    done < <(options_of "$program.cpp")
   done
 }
 
 @test "README names every option" {
-  local option
-  while read -r option; do
-    grep -q -e "--${option}[ \`]" README.md || { echo "--$option is not in the README"; return 1; }
-  done < <(sed -n 's/.*{"\([a-z-]*\)", \(no\|required\)_argument.*/\1/p' rdma_kv_server.cpp rdma_kv_reader.cpp)
+  local program option
+  for program in rdma_kv_server rdma_kv_reader; do
+    while read -r option; do
+      # Its row, in the table below that program's line.
+      sed -n "/^\`$program -/,/^\`rdma_kv_reader -/p; /^\`$program -/,/^Sizes take/p" README.md | grep -q -e "--${option}[ \`]" ||
+        { echo "--$option of $program is not in the README"; return 1; }
+    done < <(options_of "$program.cpp")
+  done
 }
 
 @test "--version" {

@@ -5,11 +5,15 @@ bats_require_minimum_version 1.5.0
 setup() {
   cd "$BATS_TEST_DIRNAME/.." || return
   [[ $(uname -m) == x86_64 ]] || skip "the lab was only made for x86_64"
+  runs_before=$(runs)
 }
 
-no_guest_left() {
-  [[ -z $(ls -d build/lab/run.* 2>/dev/null) ]] || { ls -d build/lab/run.*; return 1; }
-}
+runs() { ls -d build/lab/run.* 2>/dev/null || true; }
+
+# Other guests of this folder, in another terminal, are not these tests' business.
+no_guest_left() { [[ $(runs) == "$runs_before" ]] || { runs; return 1; }; }
+
+teardown() { [[ -z ${lab_pid:-} ]] || kill "$lab_pid" 2>/dev/null || true; }
 
 @test "a command's two outputs, exit status, folder and arguments" {
   # shellcheck disable=SC2016 # for the guest's shell to expand, or not at all
@@ -45,13 +49,37 @@ no_guest_left() {
 
 @test "SIGTERM stops the guest and leaves nothing" {
   scripts/lab.sh -- sleep 1000 >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
-  local pid=$! qemu status=0
-  sleep 4
-  qemu=$(pgrep -P "$pid" qemu)
-  kill -TERM "$pid"
-  wait "$pid" || status=$?
+  lab_pid=$!
+  local qemu="" status=0
+  for _ in {1..200}; do
+    qemu=$(pgrep -P "$lab_pid" qemu) && break
+    sleep 0.1
+  done
+  [[ -n $qemu ]] || { cat "$BATS_TEST_TMPDIR/out"; return 1; }
+  kill -TERM "$lab_pid"
+  wait "$lab_pid" || status=$?
   [[ $status -eq 143 ]]
   run ! kill -0 "$qemu"
+  no_guest_left
+}
+
+@test "a QEMU that cannot start: exit status 125, no waiting" {
+  mkdir "$BATS_TEST_TMPDIR/bin"
+  printf '#!/bin/sh\necho no QEMU today >&2\nexit 1\n' >"$BATS_TEST_TMPDIR/bin/qemu-system-x86_64"
+  chmod +x "$BATS_TEST_TMPDIR/bin/qemu-system-x86_64"
+  PATH="$BATS_TEST_TMPDIR/bin:$PATH" run -125 timeout 30 scripts/lab.sh -- true
+  [[ $output == *"no QEMU today"*"ended before its command did"* ]] || { echo "$output"; return 1; }
+  no_guest_left
+}
+
+@test "output is whole, however slowly it is read, and what the command leaves running does not hold it up" {
+  scripts/lab.sh -- bash -c 'sleep 1000 & seq 200000' 2>/dev/null | { sleep 12; cat; } | cmp - <(seq 200000)
+  no_guest_left
+}
+
+@test "on a terminal the command has it as its own" {
+  run -0 script -qec "scripts/lab.sh -- bash -c 'tty; stty size; exit 7'; echo status \$?" /dev/null </dev/null
+  [[ $output == *"/dev/hvc0"*"status 7"* ]] || { echo "$output"; return 1; }
   no_guest_left
 }
 

@@ -3,14 +3,16 @@
 # RDMA_TESTS="transfer faults" chooses among the files.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=../scripts/common.sh
+source scripts/common.sh
 
 # A reader of another handshake version, to be refused.
-make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 ARCH=-march=x86-64-v2 build/tests/rdma_kv_reader
+make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma_kv_reader
 
 read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
 run=(bats --formatter tap)
 # Without a device the tests start with softroce.sh and go on with the device it makes.
-grep -qs ACTIVE /sys/class/infiniband/*/ports/*/state || run=(scripts/lab.sh --memory 5G --timeout 1500 -- "${run[@]}")
+has_rdma_device || run=(scripts/lab.sh --memory 5G --timeout 1500 -- "${run[@]}")
 exec "${run[@]}" "${files[@]}"

@@ -7,11 +7,16 @@ server=$project/rdma_kv_server
 reader=$project/rdma_kv_reader
 server_pid=""
 
+# shellcheck source=../../scripts/common.sh
+source "$project/scripts/common.sh"
+
 in_lab() { [[ -n ${LAB_NODE:-} ]]; }
+need_root() { [[ $(id -u) -eq 0 ]] || skip "needs root"; }
 
 # An active device, and an address of it; SoftRoCE's where there is none yet.
 need_device() {
-  if ! grep -qs ACTIVE /sys/class/infiniband/*/ports/*/state; then
+  if ! has_rdma_device; then
+    in_lab || { echo "no RDMA device here: run this by way of tests/rdma.t"; return 1; }
     "$project/scripts/softroce.sh" up >&2
   fi
   device=$(basename "$(dirname "$(dirname "$(dirname "$(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | head -n 1)")")")")
@@ -22,9 +27,10 @@ need_device() {
 # start_server OPTION... : sets server_pid once it listens; its output is in $log.
 start_server() {
   log=$BATS_TEST_TMPDIR/server.log
+  rm -f "$log" # of an earlier one, which says "listening" too
   "$server" "$@" >"$log" 2>&1 3>&- &
   server_pid=$!
-  wait_for "grep -q ^listening $log || ! kill -0 $server_pid" 60
+  wait_for "grep -qs ^listening $log || ! kill -0 $server_pid" 60
   kill -0 "$server_pid" || { cat "$log"; return 1; }
 }
 
@@ -38,6 +44,7 @@ stop_server() {
 server_ends() {
   local pid=$server_pid
   server_pid=""
+  wait_for "! kill -0 $pid" || { echo "the server does not end"; kill -KILL "$pid"; cat "$log"; return 1; }
   wait "$pid" || { echo "server: exit status $?"; cat "$log"; return 1; }
 }
 
@@ -53,6 +60,19 @@ wait_for() {
 # read_cache OPTION... : a reader with a limit on its time; sets status, output, stderr as run does.
 read_cache() { read_cache_at "$address" "$@"; }
 read_cache_at() { run --separate-stderr timeout 120 "$reader" -s "$@"; }
+
+# as_nobody COMMAND... : a program of the project as an ordinary user, with 64 KiB of lockable memory.
+# A copy of it: such a user may not be let into the project's folder.
+as_nobody() {
+  need_root
+  local copy=/tmp/as_nobody
+  mkdir -p "$copy"
+  cp "$1" "$copy/"
+  chmod -R a+rX "$copy"
+  run --separate-stderr timeout 60 setpriv --reuid 65534 --clear-groups --inh-caps=-all --bounding-set=-all \
+    bash -c 'ulimit -l 64 && exec "$@"' as_nobody "$copy/$(basename "$1")" "${@:2}"
+  rm -r "$copy"
+}
 
 # Shown when a test fails.
 show() {

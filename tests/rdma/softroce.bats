@@ -11,7 +11,7 @@ setup() {
 # What 'up' may change.
 machine_state() {
   ip -o address | awk '{ print $2, $4 }' | sort
-  lsmod | awk '{ print $1 }' | grep -xE 'veth|rdma_rxe|rdma_ucm|ib_uverbs|crc32_generic' | sort || true
+  lsmod | awk '{ print $1 }' | grep -xE 'veth|rdma_rxe|.*_ucm|rdma_cm|iw_cm|ib_cm|ib_uverbs|crc32_generic' | sort || true
   rdma link show 2>/dev/null || true
   ls /run/rdma_kv_softroce 2>/dev/null || true
 }
@@ -51,8 +51,8 @@ machine_state() {
   [[ $output == *"interface lo"* ]]
   run -1 "$softroce" up nosuch0
   [[ $output == *"interface nosuch0: does not exist"* ]]
-  run -1 setpriv --reuid 65534 --clear-groups "$softroce" up
-  [[ $output == *"needs root"* ]]
+  as_nobody "$softroce" up
+  [[ $status -eq 1 && $stderr == *"up needs root"* ]]
   diff <(echo "$before") <(machine_state)
 }
 
@@ -103,6 +103,7 @@ machine_state() {
   local before
   before=$(machine_state)
   run -1 "$softroce" up
+  [[ $output == *"ip link add rdmakv0 type veth: failed"* ]]
   diff <(echo "$before") <(machine_state)
   ip link delete rdmakv1
 }

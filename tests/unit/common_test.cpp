@@ -181,8 +181,8 @@ TEST(Handshake, RefusesAnotherProgramAndAnotherVersion)
     offer other = example;
     other.version = handshake_version + 1;
     const offer wire = encode(other);
-    EXPECT_EQ(decode(&wire, sizeof wire, offer_magic, &got), "handshake version 2 there, 1 here");
-    EXPECT_EQ(decode(&wire, 8, offer_magic, &got), "handshake version 2 there, 1 here") << "a shorter one, too";
+    EXPECT_EQ(decode(&wire, sizeof wire, offer_magic, &got), "handshake version 2, not 1");
+    EXPECT_EQ(decode(&wire, 8, offer_magic, &got), "handshake version 2, not 1") << "a shorter one, too";
     EXPECT_EQ(decode(&wire, sizeof wire, hello_magic, &got), "no handshake of this program");
 }
 
