@@ -26,6 +26,10 @@ all: $(programs)
 $(programs): $(BIN)/%: %.cpp common.hpp $(command)
 	$(compile) $(LDFLAGS) -o $@ $< $(libraries)
 
+build/bench/%: bench/%.cpp common.hpp $(command)
+	@mkdir -p $(@D)
+	$(compile) $(LDFLAGS) -o $@ $< $(libraries)
+
 # One line that names the package, instead of a page from the compiler.
 header_packages := infiniband/verbs.h:libibverbs-dev rdma/rdma_cma.h:librdmacm-dev openssl/evp.h:libssl-dev
 
@@ -44,7 +48,7 @@ install: $(programs)
 
 # What was built, and what demo and tests left. The lab's kernel stays: rm -r build/lab removes it.
 clean:
-	rm -rf $(programs) $(BIN)/build/command build/tests build/demo
+	rm -rf $(programs) $(BIN)/build/command build/tests build/demo build/bench
 
 demo:
 	scripts/demo.sh

@@ -92,25 +92,27 @@ static void print_usage(FILE *stream)
 
 static options parse_arguments(int argc, char **argv)
 {
-    enum { size_only = 256, readers_only, version_only };
+    // Capital letters: options that have a long form only.
+    // clang-format off
     static const option long_options[] = {
-        {"port", required_argument, nullptr, 'p'},       {"file", required_argument, nullptr, 'f'},
-        {"size", required_argument, nullptr, size_only}, {"bind", required_argument, nullptr, 'b'},
-        {"device", required_argument, nullptr, 'd'},     {"readers", required_argument, nullptr, readers_only},
-        {"verbose", no_argument, nullptr, 'v'},          {"help", no_argument, nullptr, 'h'},
-        {"version", no_argument, nullptr, version_only}, {nullptr, 0, nullptr, 0}};
+        {"port", required_argument, nullptr, 'p'},      {"file", required_argument, nullptr, 'f'},
+        {"size", required_argument, nullptr, 'S'},      {"bind", required_argument, nullptr, 'b'},
+        {"device", required_argument, nullptr, 'd'},    {"readers", required_argument, nullptr, 'R'},
+        {"verbose", no_argument, nullptr, 'v'},         {"help", no_argument, nullptr, 'h'},
+        {"version", no_argument, nullptr, 'V'},         {nullptr, 0, nullptr, 0}};
+    // clang-format on
     options opt;
     for (int letter; (letter = getopt_long(argc, argv, "p:f:b:d:vh", long_options, nullptr)) != -1;) {
         switch (letter) {
         case 'p': number_option("--port", optarg, 1, 65535, &opt.port); break;
         case 'f': opt.file = optarg; break;
-        case size_only: size_option("--size", optarg, 1, &opt.size); break;
+        case 'S': size_option("--size", optarg, 1, &opt.size); break;
         case 'b': opt.bind = optarg; break;
         case 'd': opt.device = optarg; break;
-        case readers_only: number_option("--readers", optarg, 1, UINT64_MAX, &opt.readers); break;
+        case 'R': number_option("--readers", optarg, 1, UINT64_MAX, &opt.readers); break;
         case 'v': opt.verbose = true; break;
         case 'h': print_usage(stdout); exit(exit_success);
-        case version_only:
+        case 'V':
             printf("rdma_kv_server %s (handshake version %u)\n", program_version, handshake_version);
             exit(exit_success);
         default: print_usage(stderr); exit(exit_usage); // getopt_long has said what is wrong

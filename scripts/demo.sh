@@ -44,15 +44,10 @@ raise_memlock() {
 # Server and reader, on the RDMA device that is there. In a subshell, as it has a trap of its own.
 run_pair() (
   log=$folder/server.log
-  rm -f "$folder/received.bin" "$log"
+  rm -f "$folder/received.bin"
+  trap stop_kv_server EXIT
   step "rdma_kv_server -f kv_cache.bin"
-  "$project/rdma_kv_server" -f "$folder/kv_cache.bin" --readers 1 >"$log" 2>&1 &
-  server=$!
-  trap 'kill "$server" 2>/dev/null && wait "$server"' EXIT
-  until grep -qs '^listening' "$log"; do
-    kill -0 "$server" 2>/dev/null || { cat "$log" >&2; return 1; }
-    sleep 0.2
-  done
+  start_kv_server "$log" -f "$folder/kv_cache.bin" || return
   cat "$log"
   step "rdma_kv_reader -s localhost -o received.bin"
   "$project/rdma_kv_reader" -s localhost -o "$folder/received.bin" || { cat "$log" >&2; return 1; }

@@ -10,6 +10,7 @@ SET: build  what 'make' needs                     (default)
      run    what the programs need on a machine   (default)
      test   what scripts/test.sh needs besides
      lab    what scripts/lab.sh needs besides
+     bench  what scripts/bench.sh and plot.sh need besides
      all    all of these
   -n, --dry-run   only print the packages that are missing
   -h, --help      this text
@@ -22,7 +23,8 @@ packages_of() {
     run) echo rdma-core ibverbs-providers iproute2 kmod ;;
     test) echo bats perl clang binutils libgtest-dev shellcheck procps ibverbs-utils rdmacm-utils jq ;;
     lab) echo qemu-system-x86 busybox-static cpio kmod ;;
-    all) echo "$(packages_of build) $(packages_of run) $(packages_of test) $(packages_of lab)" ;;
+    bench) echo perftest rdmacm-utils ibverbs-utils ncat gnuplot-nox jq git ;;
+    all) echo "$(packages_of build) $(packages_of run) $(packages_of test) $(packages_of lab) $(packages_of bench)" ;;
     *) printf "install_deps.sh: unknown set '%s'\n" "$1" >&2; usage >&2; exit 2 ;;
   esac
 }
