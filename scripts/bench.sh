@@ -7,7 +7,7 @@ project=$(dirname "$here")
 # shellcheck source=common.sh
 source "$here/common.sh"
 
-sizes="1M 10M 100M 1G" pairs=11 rounds=5 out=""
+sizes="1M 10M 100M 1G" pairs=9 rounds=5 out=""
 
 usage() {
   cat <<TXT
