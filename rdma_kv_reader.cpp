@@ -456,7 +456,7 @@ static bool read_once(reader *r, progress *bar)
 static bool read_cache(reader *r)
 {
     // A software device works on the processor that posts and polls. When the scheduler moves the poller
-    // about, it drags that work along: staying gained a fifth over SoftRoCE. With an adapter the
+    // about, it drags that work along: staying gained a tenth over SoftRoCE (docs/REPORT.md). With an adapter the
     // processor is the user's choice (taskset, numactl).
     cpu_set_t before, here;
     CPU_ZERO(&here);

@@ -63,18 +63,35 @@ read_cache() {
     { cat "$work/reader.log" >&2; return 1; }
 }
 
-# perftest PROGRAM OPTION... : server and client of it; the client's output.
+# perftest PROGRAM OPTION... : server and client of it; the client's output. It fails now and then while it
+# connects: tried again, which is said.
 perftest() {
+  local attempt
+  for attempt in 1 2 3; do
+    if perftest_once "$@" >"$work/perftest.out"; then
+      cat "$work/perftest.out"
+      return 0
+    fi
+    printf 'bench.sh: %s failed, attempt %s of 3\n' "$1" "$attempt" >&2
+  done
+  return 1
+}
+
+perftest_once() {
   local program=$1 status=0 peer
   shift
-  "$program" -d "$device" -R "$@" >/dev/null 2>&1 &
+  "$program" -d "$device" -R "$@" >"$work/perftest.server" 2>&1 &
   peer=$!
   for ((i = 0; i < 100; i++)); do
     ! rdma resource show cm_id | grep "state LISTEN" | grep -q " pid $peer " || break
     sleep 0.1
   done
-  timeout 300 "$program" -d "$device" -R "$@" "$address" 2>/dev/null || status=$?
-  [[ $status -eq 0 ]] || kill "$peer" 2>/dev/null || true
+  timeout 300 "$program" -d "$device" -R "$@" "$address" 2>"$work/perftest.client" || status=$?
+  if [[ $status -ne 0 ]]; then
+    kill "$peer" 2>/dev/null || true
+    printf 'bench.sh: %s %s: exit status %s\n' "$program" "$*" "$status" >&2
+    cat "$work/perftest.client" "$work/perftest.server" >&2
+  fi
   wait "$peer" || true
   return "$status"
 }

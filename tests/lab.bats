@@ -91,3 +91,20 @@ teardown() { [[ -z ${lab_pid:-} ]] || kill "$lab_pid" 2>/dev/null || true; }
   cmp build/demo/kv_cache.bin build/demo/received.bin
   no_guest_left
 }
+
+@test "bench.sh: every table has its rows, and plot.sh draws them" {
+  local out=$BATS_TEST_TMPDIR/bench results=build/tests/bench
+  rm -rf "$results"
+  run -0 scripts/bench.sh --lab --sizes "64K 1M" --pairs 1 --rounds 1 --out "$results"
+  [[ $output == *"ib_read_bw with its better message size"*"results: build/tests/bench"* ]]
+  # Two runs of ten for each size, and a row for each of perftest's two message sizes.
+  [[ $(tail -n +2 "$results/samples.csv" | wc -l) -eq 40 && $(tail -n +2 "$results/pairs.csv" | wc -l) -eq 4 ]]
+  ! grep -E ',,|,$|,0$' "$results/pairs.csv" "$results/latency.csv" "$results/summary.csv" "$results/memory.csv" || return 1
+  [[ $(cut -d, -f1 "$results/end_to_end.csv" | tr '\n' ' ') == "what rdma_kv_reader rcopy tcp " ]]
+  [[ $(tail -n +2 "$results/registration.csv" | wc -l) -ge 12 ]]
+  jq -e '.sizes | length == 2 and all(.median_ns > 0 and .ratio > 0)' "$results/summary.json"
+  grep -q '^emulated: ' "$results/environment.txt"
+  run -0 scripts/plot.sh "$results" "$out"
+  [[ -s $out/latency.png && -s $out/requests.svg ]]
+  no_guest_left
+}

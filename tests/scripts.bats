@@ -37,7 +37,7 @@ setup() {
 }
 
 @test "install_deps.sh: nothing to do here; an unknown set is refused" {
-  run -0 scripts/install_deps.sh build run test
+  run -0 scripts/install_deps.sh build run test bench
   [[ -z $output ]]
   run -2 scripts/install_deps.sh no-such-set
   [[ $output == *"unknown set 'no-such-set'"* ]]

@@ -239,3 +239,12 @@ TXT
   server_ends
   [[ $(md5sum <kv_cache.bin) == "$(md5sum <received.bin)" ]]
 }
+
+@test "load.sh: the latency of each request, and of readers at once" {
+  run -0 timeout 300 "$project/scripts/load.sh" --requests 20 --readers 4 --size 64K --out "$folder"
+  [[ $output == *"one connection "*"a connection each: READ"*"4 readers at once"* ]]
+  [[ $(tail -n +2 "$folder/requests.csv" | wc -l) -eq 20 && $(tail -n +2 "$folder/connections.csv" | wc -l) -eq 20 ]]
+  [[ $(tail -n +2 "$folder/readers.csv" | wc -l) -eq 80 && $(tail -n +2 "$folder/readers.csv" | cut -d, -f1 | sort -u | wc -l) -eq 4 ]]
+  run -1 timeout 300 "$project/scripts/load.sh" -s "$address" -p 12399 --out "$folder"
+  [[ $output == *"load.sh: the sequential READs failed: "*"nobody listens on this port"* ]] || { echo "$output"; return 1; }
+}
