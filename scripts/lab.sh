@@ -118,7 +118,7 @@ choose_accelerator() {
   fi
 }
 
-# What the guest runs, written as a script into its share: boot_node FOLDER COMMAND...
+# What the guest runs, as a script in its share: write_start_script FOLDER COMMAND...
 # shellcheck disable=SC2016 # for the guest's shell to expand
 write_start_script() {
   local folder=$1
