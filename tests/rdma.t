@@ -9,7 +9,14 @@ source scripts/common.sh
 # A reader of another handshake version, to be refused.
 make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma_kv_reader
 
-read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults}"
+# Peers that do what they should not. HOSTILE_SEED=N draws their details anew.
+for program in hostile_reader hostile_server; do
+  "${CXX:-g++}" -std=c++20 -Wall -Wextra -O1 -g "tests/hostile/$program.cpp" -o "build/tests/$program" \
+    -libverbs -lrdmacm -lcrypto -lpthread
+done
+echo "${HOSTILE_SEED:-1}" >build/tests/hostile_seed
+
+read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults hostile}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
 run=(bats --formatter tap)
