@@ -30,6 +30,8 @@ struct options {
     bool events = false, verify = true, verbose = false;
 };
 
+constexpr uint8_t most_retries = 6; // of a lost packet; 7, the most there is, SoftRoCE takes for "without end"
+
 struct reader {
     options opt;
 
@@ -242,10 +244,11 @@ static bool resolve_route(reader *r, uint64_t deadline)
     if (rdma_create_id(r->cm_channel, &r->id, nullptr, RDMA_PS_TCP) != 0)
         return failed("rdma_create_id(RDMA_PS_TCP)", errno);
 
-    // The transport gives up on a silent server after 8 attempts (retry_count 7) of 4.096 us * 2^n each: the
-    // largest n for which they fit into the timeout; by default 17, for 4.3 s. An adapter may take up to four
-    // times that: then the watchdog is first. Left to the CM it can take 17 s and more. Old kernels refuse.
-    auto n = static_cast<uint8_t>(std::min(31.0, std::log2(static_cast<double>(r->opt.timeout) * 1e6 / 8 / 4.096)));
+    // The transport gives up on a silent server after attempts (most_retries + 1) of 4.096 us * 2^n each:
+    // the largest n for which they fit into the timeout; by default 17, for 3.8 s. An adapter may take up to
+    // four times that: then the watchdog is first. Left to the CM it can take 17 s and more. Old kernels refuse.
+    const double attempt_us = static_cast<double>(r->opt.timeout) * 1e6 / (most_retries + 1);
+    auto n = static_cast<uint8_t>(std::min(31.0, std::log2(attempt_us / 4.096)));
     rdma_set_option(r->id, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &n, sizeof n);
 
     const int milliseconds = static_cast<int>(r->opt.timeout * 1000);
@@ -307,7 +310,7 @@ static bool connect_to_server(reader *r, uint64_t deadline)
     // At 1, each READ waits for the last one's data: a fraction of the rate.
     request.initiator_depth = RDMA_MAX_INIT_DEPTH;
     request.responder_resources = RDMA_MAX_RESP_RES; // not used: the server reads nothing
-    request.retry_count = 7;
+    request.retry_count = most_retries;
     const std::string call = "rdma_connect(" + server_text(r) + ")";
     if (rdma_connect(r->id, &request) != 0) return failed(call, errno);
     if (!wait_for_event(r, RDMA_CM_EVENT_ESTABLISHED, call, deadline)) return false;

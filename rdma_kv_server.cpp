@@ -43,6 +43,7 @@ struct options {
 
 constexpr uint64_t second_ns = 1000000000;
 constexpr uint64_t probe_interval_ns = 2 * second_ns;      // between two signs of life of a reader
+constexpr uint64_t probe_deadline_ns = 5 * second_ns;      // for each
 constexpr uint64_t handshake_deadline_ns = 10 * second_ns; // from the accept until the connection stands
 
 // The work requests of a reader's queue pair. Each can be under way once.
@@ -464,8 +465,8 @@ static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *requ
     r->since_ns = now_ns();
     r->rkey = s->cache_mr->rkey;
     id->context = r;
-    // How long nobody answers until a probe fails: 8 attempts of 4.096 us * 2^17, 4.3 s; an adapter may
-    // take up to four times that. Without it, it would be the reader's choice. Old kernels refuse.
+    // A probe is repeated after 4.096 us * 2^17, 0.5 s. Without this it would be the reader's choice, as
+    // the number of times is. Old kernels refuse.
     uint8_t ack_timeout = 17;
     rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &ack_timeout, sizeof ack_timeout);
     if (!create_queue_pair(s, r) || (s->opt.isolate && !give_window(s, r))) {
@@ -621,6 +622,7 @@ static void look_after_readers(server *s)
     for (auto next = s->readers.begin(); next != s->readers.end();) {
         reader *const r = (next++)->second.get(); // end_visit takes it out of the map
         if (!r->connected && now - r->since_ns >= handshake_deadline_ns) r->lost = "did not finish connecting,";
+        if (r->probing && now - r->since_ns >= probe_deadline_ns) r->lost = "no longer answers,";
         if (r->connected && !r->probing && now - r->since_ns >= probe_interval_ns) post_probe(r);
         if (r->lost != nullptr) end_visit(s, r, r->lost);
     }

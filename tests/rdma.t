@@ -9,7 +9,7 @@ source scripts/common.sh
 # A reader of another handshake version, to be refused.
 make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma_kv_reader
 
-read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults}"
+read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
 run=(bats --formatter tap)
