@@ -8,6 +8,8 @@ source scripts/common.sh
 
 # A reader of another handshake version, to be refused.
 make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma_kv_reader
+# A device without memory windows, for --isolate to refuse.
+"${CXX:-g++}" -std=c++20 -Wall -Wextra -fPIC -shared -o build/tests/without_windows.so tests/rdma/without_windows.cpp
 
 read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits}"
 files=("${files[@]/%/.bats}")
