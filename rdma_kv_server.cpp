@@ -42,9 +42,9 @@ struct options {
 };
 
 constexpr uint64_t second_ns = 1000000000;
-constexpr uint64_t probe_interval_ns = 2 * second_ns;      // between two signs of life of a reader
-constexpr uint64_t probe_deadline_ns = 5 * second_ns;      // for each
-constexpr uint64_t handshake_deadline_ns = 10 * second_ns; // from the accept until the connection stands
+constexpr uint64_t probe_interval_ns = 2 * second_ns;    // between two signs of life of a reader
+constexpr uint64_t sign_deadline_ns = 5 * second_ns;     // for each, and
+constexpr uint64_t connect_deadline_ns = 10 * second_ns; // from the accept until the connection stands
 
 // The work requests of a reader's queue pair. Each can be under way once.
 enum request : uint64_t { receive_closing, bind_window, probe };
@@ -61,8 +61,9 @@ struct reader {
     bool window_bound;
     uint32_t rkey;     // of the window, or of the cache
     bool connected;    // the connection stands
+    bool waiting;      // for the connection, then for a sign of life; else there was one not long ago
+    uint64_t since_ns; // from when on it is as `waiting` says
     bool probing;      // a probe is under way
-    uint64_t since_ns; // the accept or, once connected, the last probe
     const char *lost;  // why it is taken for gone; nullptr: it is not
 };
 
@@ -462,6 +463,7 @@ static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *requ
     r->number = number;
     r->address = address_text(rdma_get_peer_addr(id));
     r->id = id;
+    r->waiting = true;
     r->since_ns = now_ns();
     r->rkey = s->cache_mr->rkey;
     id->context = r;
@@ -545,7 +547,8 @@ static void take_completion(reader *r, request which, const ibv_wc *completion)
         if (!ok) r->lost = ibv_wc_status_str(completion->status);
         break;
     case probe:
-        r->probing = false;
+        r->probing = r->waiting = false;
+        r->since_ns = now_ns();
         if (!ok) r->lost = completion->status == IBV_WC_WR_FLUSH_ERR ? "broke its connection" : "no longer answers,";
         break;
     }
@@ -610,9 +613,16 @@ static void post_probe(reader *r)
     wr.opcode = IBV_WR_RDMA_WRITE;
     wr.send_flags = IBV_SEND_SIGNALED;
     ibv_send_wr *refused = nullptr;
-    r->since_ns = now_ns();
     r->probing = ibv_post_send(r->id->qp, &wr, &refused) == 0;
     if (!r->probing) r->lost = "broke its connection";
+}
+
+// While this side's own link is down a probe says nothing of the reader, and on SoftRoCE it would end a
+// connection that outlives the outage.
+static bool link_is_up(const reader *r)
+{
+    ibv_port_attr port{};
+    return ibv_query_port(r->id->verbs, r->id->port_num, &port) == 0 && port.state == IBV_PORT_ACTIVE;
 }
 
 // Ends the visits of readers that are gone, and asks the others for a sign of life.
@@ -621,9 +631,13 @@ static void look_after_readers(server *s)
     const uint64_t now = now_ns();
     for (auto next = s->readers.begin(); next != s->readers.end();) {
         reader *const r = (next++)->second.get(); // end_visit takes it out of the map
-        if (!r->connected && now - r->since_ns >= handshake_deadline_ns) r->lost = "did not finish connecting,";
-        if (r->probing && now - r->since_ns >= probe_deadline_ns) r->lost = "no longer answers,";
-        if (r->connected && !r->probing && now - r->since_ns >= probe_interval_ns) post_probe(r);
+        if (!r->waiting && now - r->since_ns >= probe_interval_ns) {
+            r->waiting = true;
+            r->since_ns = now;
+        }
+        if (r->waiting && r->connected && !r->probing && link_is_up(r)) post_probe(r);
+        if (r->waiting && now - r->since_ns >= (r->connected ? sign_deadline_ns : connect_deadline_ns))
+            r->lost = r->connected ? "no longer answers," : "did not finish connecting,";
         if (r->lost != nullptr) end_visit(s, r, r->lost);
     }
 }
@@ -654,6 +668,7 @@ static void handle_cm_event(server *s)
     case RDMA_CM_EVENT_ESTABLISHED:
         if (r == nullptr) break;
         r->connected = true;
+        r->waiting = false;
         r->since_ns = now_ns();
         if (s->opt.verbose) remark(text("reader %s connected, %zu now", r->address.c_str(), s->readers.size()));
         break;
