@@ -193,6 +193,49 @@ inline void size_option(const char *option, const char *argument, uint64_t least
             text("%s %s: not a size of %zu bytes or more (K, M, G, T: powers of 1024)", option, argument, least));
 }
 
+// A network of IPv4 or IPv6 addresses: those that share its first so many bits.
+struct network {
+    sa_family_t family;
+    uint8_t address[sizeof(in6_addr)];
+    uint64_t bits;
+};
+
+// Reads ADDRESS/BITS, or an ADDRESS alone. False when it is neither.
+inline bool parse_network(const char *argument, network *value)
+{
+    const std::string whole = argument, address = whole.substr(0, whole.find('/'));
+    value->family = address.find(':') == std::string::npos ? AF_INET : AF_INET6;
+    const uint64_t most = value->family == AF_INET ? 32 : 128;
+    value->bits = most;
+    return inet_pton(value->family, address.c_str(), value->address) == 1 &&
+           (address.size() == whole.size() || parse_number(argument + address.size() + 1, 0, most, &value->bits));
+}
+
+inline network network_option(const char *option, const char *argument)
+{
+    network value{};
+    if (!parse_network(argument, &value))
+        usage_error(text("%s %s: not a network such as 192.168.77.0/24 or fd00::/64", option, argument));
+    return value;
+}
+
+// Whether an address is of that network. An IPv4 address mapped to IPv6 is an IPv4 address.
+inline bool contains(const network &range, const sockaddr *address)
+{
+    sa_family_t family = address->sa_family;
+    const auto *ipv6 = reinterpret_cast<const sockaddr_in6 *>(address)->sin6_addr.s6_addr;
+    const auto *bytes = reinterpret_cast<const uint8_t *>(&reinterpret_cast<const sockaddr_in *>(address)->sin_addr);
+    if (family == AF_INET6) {
+        const bool mapped = IN6_IS_ADDR_V4MAPPED(&reinterpret_cast<const sockaddr_in6 *>(address)->sin6_addr);
+        family = mapped ? AF_INET : AF_INET6;
+        bytes = mapped ? ipv6 + 12 : ipv6;
+    }
+    if (family != range.family) return false;
+    for (uint64_t bit = 0; bit < range.bits; ++bit)
+        if (((bytes[bit / 8] ^ range.address[bit / 8]) >> (7 - bit % 8) & 1) != 0) return false;
+    return true;
+}
+
 // Finds the address of a host (name, IPv4 or IPv6, with a scope where one is needed) and a port.
 // family: AF_INET, AF_INET6 or AF_UNSPEC.
 inline bool find_address(const char *host, uint16_t port, int family, sockaddr_storage *address)
@@ -378,10 +421,34 @@ inline void touch_pages(uint8_t *memory, uint64_t bytes)
         thread.join();
 }
 
+// The bytes that can be taken into use before the machine swaps (proc(5), MemAvailable) or the kernel
+// kills for the limit of a container.
+inline uint64_t available_memory()
+{
+    uint64_t bytes = UINT64_MAX, number = 0;
+    char line[128];
+    if (FILE *file = fopen("/proc/meminfo", "re"); file != nullptr) {
+        while (fgets(line, sizeof line, file) != nullptr)
+            if (sscanf(line, "MemAvailable: %zu kB", &number) == 1) bytes = number * 1024;
+        fclose(file);
+    }
+    if (FILE *file = fopen("/sys/fs/cgroup/memory.max", "re"); file != nullptr) {
+        if (fscanf(file, "%zu", &number) == 1) bytes = std::min(bytes, number);
+        fclose(file);
+    }
+    return bytes;
+}
+
 // Zeroed memory of its own, in huge pages where the kernel has transparent ones: ibv_reg_mr refuses many
 // file mappings, and a long-term pin of one is trouble. nullptr, after a message, when there is none.
 inline uint8_t *allocate_buffer(uint64_t bytes)
 {
+    const uint64_t available = available_memory();
+    if (bytes > available) {
+        failed(text("mmap(%zu bytes)", bytes), text("only %zu bytes of memory are available here", available),
+               "the cache has to fit into memory");
+        return nullptr;
+    }
     void *memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         failed(text("mmap(%zu bytes)", bytes), errno);
@@ -457,8 +524,8 @@ inline bool write_file(const char *name, const void *data, uint64_t length)
         if (put > 0) done += static_cast<uint64_t>(put);
         if (interrupted)
             ok = failed("write(" + temporary + ")", "interrupted");
-        else if (put < 0)
-            ok = failed("write(" + temporary + ")", errno);
+        else if (put <= 0)
+            ok = failed("write(" + temporary + ")", put < 0 ? errno : ENOSPC);
     }
     end_progress(&bar);
     if (close(file) != 0 && ok) ok = failed("close(" + temporary + ")", errno);

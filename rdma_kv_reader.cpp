@@ -26,9 +26,11 @@ struct options {
     uint64_t offset = 0, size = 0; // size 0: to the end of the cache
     uint64_t chunk = 8 << 20;      // bytes of a work request; 0: one work request for all
     uint32_t outstanding = 16;     // work requests under way
-    uint64_t timeout = 10;         // seconds
+    uint64_t timeout = 5;          // seconds
     bool events = false, verify = true, verbose = false;
 };
+
+constexpr uint8_t most_retries = 6; // of a lost packet; 7, the most there is, SoftRoCE takes for "without end"
 
 struct reader {
     options opt;
@@ -73,7 +75,7 @@ static void print_usage(FILE *stream)
           "      --outstanding N    work requests under way (default 16)\n"
           "  -d, --device NAME      RDMA device (default: the route's)\n"
           "  -b, --bind ADDRESS     this side's address\n"
-          "      --timeout SECONDS  for connecting, and for reading without progress (default 10)\n"
+          "      --timeout SECONDS  for connecting, and for reading without progress (default 5)\n"
           "      --events           sleep on the completion channel instead of polling\n"
           "      --no-verify        do not compare MD5 sums\n"
           "      --csv FILE         a row for each iteration\n"
@@ -242,10 +244,11 @@ static bool resolve_route(reader *r, uint64_t deadline)
     if (rdma_create_id(r->cm_channel, &r->id, nullptr, RDMA_PS_TCP) != 0)
         return failed("rdma_create_id(RDMA_PS_TCP)", errno);
 
-    // The transport gives up on a silent server after 8 attempts (retry_count 7) of 4.096 us * 2^n: the
-    // largest n for half the timeout. An adapter may take up to four times that; then the watchdog is
-    // first. Left to the CM it can take 17 s and more. Old kernels refuse.
-    auto n = static_cast<uint8_t>(std::log2(static_cast<double>(r->opt.timeout) * 1e6 / 2 / 8 / 4.096));
+    // The transport gives up on a silent server after attempts (most_retries + 1) of 4.096 us * 2^n each:
+    // the largest n for which they fit into the timeout; by default 17, for 3.8 s. An adapter may take up to
+    // four times that: then the watchdog is first. Left to the CM it can take 17 s and more. Old kernels refuse.
+    const double attempt_us = static_cast<double>(r->opt.timeout) * 1e6 / (most_retries + 1);
+    auto n = static_cast<uint8_t>(std::min(31.0, std::log2(attempt_us / 4.096)));
     rdma_set_option(r->id, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &n, sizeof n);
 
     const int milliseconds = static_cast<int>(r->opt.timeout * 1000);
@@ -307,7 +310,7 @@ static bool connect_to_server(reader *r, uint64_t deadline)
     // At 1, each READ waits for the last one's data: a fraction of the rate.
     request.initiator_depth = RDMA_MAX_INIT_DEPTH;
     request.responder_resources = RDMA_MAX_RESP_RES; // not used: the server reads nothing
-    request.retry_count = 7;
+    request.retry_count = most_retries;
     const std::string call = "rdma_connect(" + server_text(r) + ")";
     if (rdma_connect(r->id, &request) != 0) return failed(call, errno);
     if (!wait_for_event(r, RDMA_CM_EVENT_ESTABLISHED, call, deadline)) return false;
@@ -386,7 +389,8 @@ static const char *completion_hint(ibv_wc_status status)
 static unsigned wait_for_completions(reader *r, uint64_t bytes, const char *call)
 {
     // Progress shows in completions, and a large work request takes its time: it is allowed what its
-    // bytes take at 8 MB/s, 125 ns each, besides. The clock is looked at when there is time for it.
+    // bytes take at 8 MB/s, 125 ns each, where that is more. The clock is looked at when there is time for it.
+    const uint64_t patience = std::max(r->opt.timeout * 1000000000u, bytes * 125);
     uint64_t start = 0;
     ibv_wc completions[16];
     for (unsigned polls = 1; !interrupted; ++polls) {
@@ -403,7 +407,7 @@ static unsigned wait_for_completions(reader *r, uint64_t bytes, const char *call
         if (!r->opt.events && polls % 1024 != 0) continue; // what follows costs a system call
         if (take_event(r, 0, RDMA_CM_EVENT_TIMEWAIT_EXIT, call) == failure_came) return 0;
         if (start == 0) start = now_ns();
-        if (now_ns() - start >= r->opt.timeout * 1000000000u + bytes * 125)
+        if (now_ns() - start >= patience)
             return failed(call, text("no progress for %.1f s", seconds_since(start)), silence_hint);
     }
     return failed(call, "interrupted");

@@ -9,10 +9,11 @@
 //   reader  SEND              what it read, how long that took, whether the MD5 agreed
 //   reader  disconnect
 //
-// Left out on purpose: encryption and access control (RDMA has none of its own: any reader that can
-// connect may read all of the cache), changes of the cache while it is served, more than one device,
-// and noticing that a reader's whole machine is gone: nothing is ever sent to a reader, so its queue
-// pair stays until the server ends.
+// A reader that is gone is noticed by an RDMA WRITE of no bytes that it gets every two seconds: its
+// adapter answers, or nobody does.
+//
+// Left out on purpose: encryption and authentication (RDMA has neither; --allow and --isolate keep
+// out what they can), changes of the cache while it is served, and more than one device.
 #include <fcntl.h>
 #include <getopt.h>
 #include <infiniband/verbs.h>
@@ -24,6 +25,7 @@
 #include <csignal>
 #include <map>
 #include <memory>
+#include <vector>
 
 #include "common.hpp"
 
@@ -33,19 +35,40 @@ struct options {
     uint64_t size = 0;          // the length of a synthetic one
     const char *bind = nullptr;
     const char *device = nullptr;
-    uint64_t readers = 0; // stop after so many were served; 0: never
+    uint64_t readers = 0;       // stop after so many were served; 0: never
+    std::vector<network> allow; // the readers' addresses; empty: any
+    bool isolate = false;       // a memory window for each reader
     bool verbose = false;
 };
 
+constexpr uint64_t second_ns = 1000000000;
+constexpr uint64_t probe_interval_ns = 2 * second_ns;    // between two signs of life of a reader
+constexpr uint64_t sign_deadline_ns = 5 * second_ns;     // for each, and
+constexpr uint64_t connect_deadline_ns = 10 * second_ns; // from the accept until the connection stands
+
+// The work requests of a reader's queue pair. Each can be under way once.
+enum request : uint64_t { receive_closing, bind_window, probe };
+
 // A reader, from its connect request until it is gone.
 struct reader {
-    uint64_t number; // the wr_id of its receive; never used again
+    uint64_t number; // never used again
     std::string address;
     rdma_cm_id *id; // owns the queue pair
     ibv_mr *closing_mr;
     closing message; // its closing message arrives here
     bool closed;     // it has arrived
+    ibv_mw *window;  // --isolate: what it may read, by its queue pair alone
+    bool window_bound;
+    uint32_t rkey;     // of the window, or of the cache
+    bool connected;    // the connection stands
+    bool waiting;      // for the connection, then for a sign of life; else there was one not long ago
+    uint64_t since_ns; // from when on it is as `waiting` says
+    bool probing;      // a probe is under way
+    const char *lost;  // why it is taken for gone; nullptr: it is not
 };
+
+// wr_id: whose work request, and which.
+static uint64_t work_request(const reader *r, request which) { return r->number << 2 | which; }
 
 struct server {
     options opt;
@@ -83,6 +106,8 @@ static void print_usage(FILE *stream)
           "  -b, --bind ADDRESS   listen on this address (IPv4, IPv6 or name) and its device\n"
           "  -d, --device NAME    RDMA device (default: the address's, else the first active one)\n"
           "      --readers N      exit after N readers have been served, disconnecting others\n"
+          "      --allow CIDR     only readers from this network, as 192.168.77.0/24; may be repeated\n"
+          "      --isolate        each reader gets a key of its own, worthless to others and once it has left\n"
           "  -v, --verbose        connections and limits on stderr\n"
           "  -h, --help           this text\n"
           "      --version        the version\n\n"
@@ -98,6 +123,7 @@ static options parse_arguments(int argc, char **argv)
         {"port", required_argument, nullptr, 'p'},      {"file", required_argument, nullptr, 'f'},
         {"size", required_argument, nullptr, 'S'},      {"bind", required_argument, nullptr, 'b'},
         {"device", required_argument, nullptr, 'd'},    {"readers", required_argument, nullptr, 'R'},
+        {"allow", required_argument, nullptr, 'A'},     {"isolate", no_argument, nullptr, 'I'},
         {"verbose", no_argument, nullptr, 'v'},         {"help", no_argument, nullptr, 'h'},
         {"version", no_argument, nullptr, 'V'},         {nullptr, 0, nullptr, 0}};
     // clang-format on
@@ -110,6 +136,8 @@ static options parse_arguments(int argc, char **argv)
         case 'b': opt.bind = optarg; break;
         case 'd': opt.device = optarg; break;
         case 'R': number_option("--readers", optarg, 1, UINT64_MAX, &opt.readers); break;
+        case 'A': opt.allow.push_back(network_option("--allow", optarg)); break;
+        case 'I': opt.isolate = true; break;
         case 'v': opt.verbose = true; break;
         case 'h': print_usage(stdout); exit(exit_success);
         case 'V':
@@ -206,6 +234,11 @@ static bool open_device(server *s)
     if (!has_active_port(s->context)) remark("device " + wanted + " has no active port: no reader can reach it now");
     const int error = ibv_query_device(s->context, &s->device);
     if (error != 0) return failed("ibv_query_device()", error);
+    if (s->opt.isolate &&
+        (s->device.device_cap_flags & (IBV_DEVICE_MEM_WINDOW_TYPE_2A | IBV_DEVICE_MEM_WINDOW_TYPE_2B)) == 0)
+        return failed("--isolate",
+                      text("device %s has no type 2 memory windows", ibv_get_device_name(s->context->device)),
+                      "without it readers share one key, as README.md says under Security");
 
     s->pd = ibv_alloc_pd(s->context);
     return s->pd != nullptr || failed("ibv_alloc_pd()", errno);
@@ -274,8 +307,10 @@ static bool load_and_register_cache(server *s)
     if (!md5_of(s->cache, s->length, s->md5)) return false;
     const double hashing = seconds_since(hash_start);
 
+    // With --isolate nobody can reach it but through a window.
+    const int access = IBV_ACCESS_LOCAL_WRITE | (s->opt.isolate ? IBV_ACCESS_MW_BIND : IBV_ACCESS_REMOTE_READ);
     const uint64_t register_start = now_ns();
-    s->cache_mr = ibv_reg_mr(s->pd, s->cache, s->length, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
+    s->cache_mr = ibv_reg_mr(s->pd, s->cache, s->length, access);
     if (s->cache_mr == nullptr)
         return failed(text("ibv_reg_mr(%zu bytes)", s->length), errno, memlock_hint(errno, s->length));
 
@@ -285,16 +320,16 @@ static bool load_and_register_cache(server *s)
     return true;
 }
 
-// P6: one completion queue for all readers. Invariant: a reader causes at most one completion here,
-// that of its one receive; one that has left may have an unread one. So twice most_readers fit.
+// P6: one completion queue for all readers. Invariant: a reader has at most two completions here, of
+// its receive and of a probe or bind; so may one that has left. So four times most_readers fit.
 static bool create_completion_queue(server *s)
 {
     s->completion_channel = ibv_create_comp_channel(s->context);
     if (s->completion_channel == nullptr) return failed("ibv_create_comp_channel()", errno);
-    const int depth = std::min(2048, s->device.max_cqe);
+    const int depth = std::min(4096, s->device.max_cqe);
     s->cq = ibv_create_cq(s->context, depth, nullptr, s->completion_channel, 0);
     if (s->cq == nullptr) return failed(text("ibv_create_cq(%d entries)", depth), errno);
-    s->most_readers = static_cast<size_t>(depth / 2);
+    s->most_readers = static_cast<size_t>(s->opt.isolate ? std::min(depth / 4, s->device.max_mw) : depth / 4);
     const int error = ibv_req_notify_cq(s->cq, 0);
     return error == 0 || failed("ibv_req_notify_cq()", error);
 }
@@ -324,6 +359,10 @@ static void refuse(rdma_cm_id *id, const std::string &reason)
 // their requester may have none outstanding: a depth of 0 is better told here.
 static std::string objection(const server *s, const rdma_cm_id *id, const rdma_conn_param *request)
 {
+    const sockaddr *const address = &id->route.addr.dst_addr;
+    const auto covers = [=](const network &allowed) { return contains(allowed, address); };
+    if (!s->opt.allow.empty() && std::none_of(s->opt.allow.begin(), s->opt.allow.end(), covers))
+        return "your address, " + address_text(address) + ", is not allowed here (--allow)";
     hello greeting{};
     const std::string wrong = decode(request->private_data, request->private_data_len, hello_magic, &greeting);
     if (!wrong.empty()) return wrong;
@@ -354,14 +393,56 @@ static bool create_queue_pair(server *s, reader *r)
         return failed(text("ibv_reg_mr(%zu bytes)", sizeof r->message), errno, memlock_hint(errno, sizeof r->message));
     ibv_sge piece{
         .addr = reinterpret_cast<uintptr_t>(&r->message), .length = sizeof r->message, .lkey = r->closing_mr->lkey};
-    ibv_recv_wr receive{.wr_id = r->number, .next = nullptr, .sg_list = &piece, .num_sge = 1};
+    ibv_recv_wr receive{.wr_id = work_request(r, receive_closing), .next = nullptr, .sg_list = &piece, .num_sge = 1};
     ibv_recv_wr *refused = nullptr;
     const int error = ibv_post_recv(r->id->qp, &receive, &refused);
     return error == 0 || failed("ibv_post_recv()", error);
 }
 
+static bool move_queue_pair(reader *r, ibv_qp_state state)
+{
+    ibv_qp_attr attributes{};
+    int mask = 0;
+    attributes.qp_state = state;
+    if (rdma_init_qp_attr(r->id, &attributes, &mask) != 0) return failed("rdma_init_qp_attr()", errno);
+    const int error = ibv_modify_qp(r->id->qp, &attributes, mask);
+    return error == 0 || failed(text("ibv_modify_qp(state %d)", state), error);
+}
+
+static void poll_completions(server *s);
+
+// --isolate: a type 2 window over the cache, for READ by this queue pair alone. It has to stand before
+// the reader is told of it, and a bind can be posted from RTS on only: so the queue pair is taken there
+// here, before rdma_accept.
+static bool give_window(server *s, reader *r)
+{
+    if (!move_queue_pair(r, IBV_QPS_INIT) || !move_queue_pair(r, IBV_QPS_RTR) || !move_queue_pair(r, IBV_QPS_RTS))
+        return false;
+    r->window = ibv_alloc_mw(s->pd, IBV_MW_TYPE_2);
+    if (r->window == nullptr) return failed("ibv_alloc_mw(type 2)", errno);
+    r->rkey = ibv_inc_rkey(r->window->rkey); // a bind of type 2 brings its key along
+    ibv_send_wr wr{};
+    wr.wr_id = work_request(r, bind_window);
+    wr.opcode = IBV_WR_BIND_MW;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.bind_mw.mw = r->window;
+    wr.bind_mw.rkey = r->rkey;
+    wr.bind_mw.bind_info = {.mr = s->cache_mr,
+                            .addr = reinterpret_cast<uintptr_t>(s->cache),
+                            .length = s->length,
+                            .mw_access_flags = IBV_ACCESS_REMOTE_READ};
+    ibv_send_wr *refused = nullptr;
+    const int error = ibv_post_send(r->id->qp, &wr, &refused);
+    if (error != 0) return failed("ibv_post_send(BIND_MW)", error);
+    const uint64_t deadline = now_ns() + second_ns; // it is local: microseconds
+    while (!r->window_bound && r->lost == nullptr && now_ns() < deadline)
+        poll_completions(s);
+    return r->window_bound || failed("BIND_MW", r->lost != nullptr ? r->lost : "no completion within a second");
+}
+
 static void free_reader(server *s, reader *r)
 {
+    if (r->window != nullptr) ibv_dealloc_mw(r->window); // its key is void from here on
     if (r->id->qp != nullptr) rdma_destroy_qp(r->id);
     if (r->closing_mr != nullptr) ibv_dereg_mr(r->closing_mr);
     rdma_destroy_id(r->id);
@@ -382,8 +463,15 @@ static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *requ
     r->number = number;
     r->address = address_text(rdma_get_peer_addr(id));
     r->id = id;
+    r->waiting = true;
+    r->since_ns = now_ns();
+    r->rkey = s->cache_mr->rkey;
     id->context = r;
-    if (!create_queue_pair(s, r)) {
+    // A probe is repeated after 4.096 us * 2^17, 0.5 s. Without this it would be the reader's choice, as
+    // the number of times is. Old kernels refuse.
+    uint8_t ack_timeout = 17;
+    rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &ack_timeout, sizeof ack_timeout);
+    if (!create_queue_pair(s, r) || (s->opt.isolate && !give_window(s, r))) {
         refuse(id, "the server is out of resources");
         free_reader(s, r);
         return;
@@ -394,7 +482,7 @@ static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *requ
                   .address = reinterpret_cast<uintptr_t>(s->cache),
                   .length = s->length,
                   .md5 = {},
-                  .rkey = s->cache_mr->rkey,
+                  .rkey = r->rkey,
                   .reserved = 0};
     memcpy(message.md5, s->md5, md5_size);
     message = encode(message);
@@ -407,7 +495,12 @@ static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *requ
     answer.responder_resources = RDMA_MAX_RESP_RES;
     answer.initiator_depth = RDMA_MAX_INIT_DEPTH; // not used: this side reads nothing
     answer.rnr_retry_count = 7; // of the reader's SEND, without end: its watchdog ends it (rdma_accept(3))
-    if (rdma_accept(id, &answer) != 0) {
+    ibv_qp *const queue_pair = id->qp;
+    answer.qp_num = queue_pair->qp_num;
+    if (s->opt.isolate) id->qp = nullptr; // rdma_accept would take it to RTR and RTS, where it is already
+    const int result = rdma_accept(id, &answer);
+    id->qp = queue_pair;
+    if (result != 0) {
         failed("rdma_accept(" + r->address + ")", errno);
         refuse(id, "the server could not accept");
         free_reader(s, r);
@@ -438,7 +531,30 @@ static void give_up_on_error(server *s, const char *call)
     s->stop = s->broken = true;
 }
 
-// P10: takes what the completion queue has: the closing messages of readers.
+// Of a failed completion only wr_id, status, qp_num and vendor_err are valid (ibv_poll_cq(3)).
+static void take_completion(reader *r, request which, const ibv_wc *completion)
+{
+    const bool ok = completion->status == IBV_WC_SUCCESS;
+    switch (which) {
+    case receive_closing: // flushed when the queue pair broke: the next probe tells
+        if (ok)
+            take_closing_message(r, completion->byte_len);
+        else if (completion->status != IBV_WC_WR_FLUSH_ERR)
+            remark("reader " + r->address + ": receive failed: " + ibv_wc_status_str(completion->status));
+        break;
+    case bind_window:
+        r->window_bound = ok;
+        if (!ok) r->lost = ibv_wc_status_str(completion->status);
+        break;
+    case probe:
+        r->probing = r->waiting = false;
+        r->since_ns = now_ns();
+        if (!ok) r->lost = completion->status == IBV_WC_WR_FLUSH_ERR ? "broke its connection" : "no longer answers,";
+        break;
+    }
+}
+
+// P10: takes what the completion queue has.
 static void poll_completions(server *s)
 {
     ibv_wc completions[16];
@@ -449,17 +565,9 @@ static void poll_completions(server *s)
             return;
         }
         for (int i = 0; i < count; ++i) {
-            // Of a failed completion only wr_id, status, qp_num and vendor_err are valid (ibv_poll_cq(3)).
-            const auto found = s->readers.find(completions[i].wr_id);
-            if (found == s->readers.end() || completions[i].status == IBV_WC_WR_FLUSH_ERR)
-                continue; // a reader that has left
-            reader *const r = found->second.get();
-            if (completions[i].status != IBV_WC_SUCCESS) {
-                remark(text("reader %s: receive failed: %s", r->address.c_str(),
-                            ibv_wc_status_str(completions[i].status)));
-                continue;
-            }
-            take_closing_message(r, completions[i].byte_len);
+            const auto found = s->readers.find(completions[i].wr_id >> 2);
+            if (found != s->readers.end()) // else of a reader that has left
+                take_completion(found->second.get(), static_cast<request>(completions[i].wr_id & 3), &completions[i]);
         }
     }
 }
@@ -496,6 +604,44 @@ static void end_visit(server *s, reader *r, const char *how)
     if (s->opt.readers != 0 && s->readers_served >= s->opt.readers) s->stop = true;
 }
 
+// An RDMA WRITE of no bytes: the other side's adapter checks neither address nor key (IB specification,
+// C9-88) and acknowledges it, without the program there.
+static void post_probe(reader *r)
+{
+    ibv_send_wr wr{};
+    wr.wr_id = work_request(r, probe);
+    wr.opcode = IBV_WR_RDMA_WRITE;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    ibv_send_wr *refused = nullptr;
+    r->probing = ibv_post_send(r->id->qp, &wr, &refused) == 0;
+    if (!r->probing) r->lost = "broke its connection";
+}
+
+// While this side's own link is down a probe says nothing of the reader, and on SoftRoCE it would end a
+// connection that outlives the outage.
+static bool link_is_up(const reader *r)
+{
+    ibv_port_attr port{};
+    return ibv_query_port(r->id->verbs, r->id->port_num, &port) == 0 && port.state == IBV_PORT_ACTIVE;
+}
+
+// Ends the visits of readers that are gone, and asks the others for a sign of life.
+static void look_after_readers(server *s)
+{
+    const uint64_t now = now_ns();
+    for (auto next = s->readers.begin(); next != s->readers.end();) {
+        reader *const r = (next++)->second.get(); // end_visit takes it out of the map
+        if (!r->waiting && now - r->since_ns >= probe_interval_ns) {
+            r->waiting = true;
+            r->since_ns = now;
+        }
+        if (r->waiting && r->connected && !r->probing && link_is_up(r)) post_probe(r);
+        if (r->waiting && now - r->since_ns >= (r->connected ? sign_deadline_ns : connect_deadline_ns))
+            r->lost = r->connected ? "no longer answers," : "did not finish connecting,";
+        if (r->lost != nullptr) end_visit(s, r, r->lost);
+    }
+}
+
 // An event belongs to librdmacm until it is acknowledged, and rdma_destroy_id waits for that: what is
 // needed of it is copied first.
 static void handle_cm_event(server *s)
@@ -520,8 +666,11 @@ static void handle_cm_event(server *s)
     switch (type) {
     case RDMA_CM_EVENT_CONNECT_REQUEST: accept_reader(s, id, &request); break;
     case RDMA_CM_EVENT_ESTABLISHED:
-        if (s->opt.verbose && r != nullptr)
-            remark(text("reader %s connected, %zu now", r->address.c_str(), s->readers.size()));
+        if (r == nullptr) break;
+        r->connected = true;
+        r->waiting = false;
+        r->since_ns = now_ns();
+        if (s->opt.verbose) remark(text("reader %s connected, %zu now", r->address.c_str(), s->readers.size()));
         break;
     case RDMA_CM_EVENT_DISCONNECTED:
         if (r != nullptr) end_visit(s, r, "left");
@@ -559,14 +708,18 @@ static bool serve(server *s)
     while (!s->stop) {
         pollfd ready[] = {
             {s->signals, POLLIN, 0}, {s->completion_channel->fd, POLLIN, 0}, {s->cm_channel->fd, POLLIN, 0}};
-        if (poll(ready, 3, -1) < 0) {
+        // Woken each second, to look after the readers, as long as there are any.
+        if (poll(ready, 3, s->readers.empty() ? -1 : 1000) < 0) {
             if (errno == EINTR) // stopped and continued
                 continue;
             return failed("poll()", errno);
         }
         if (ready[0].revents != 0) s->stop = true;
         if (ready[1].revents != 0) handle_completions(s);
-        if (ready[2].revents != 0) handle_cm_event(s);
+        if (ready[2].revents != 0)
+            handle_cm_event(s);
+        else // only now: an event may have waited while this process was stopped
+            look_after_readers(s);
     }
     while (!s->readers.empty())
         end_visit(s, s->readers.begin()->second.get(), "was disconnected");

@@ -8,6 +8,8 @@ source scripts/common.sh
 
 # A reader of another handshake version, to be refused.
 make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma_kv_reader
+# A device without memory windows, for --isolate to refuse.
+"${CXX:-g++}" -std=c++20 -Wall -Wextra -fPIC -shared -o build/tests/without_windows.so tests/rdma/without_windows.cpp
 
 # Peers that do what they should not. HOSTILE_SEED=N draws their details anew.
 for program in hostile_reader hostile_server; do
@@ -16,7 +18,7 @@ for program in hostile_reader hostile_server; do
 done
 echo "${HOSTILE_SEED:-1}" >build/tests/hostile_seed
 
-read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults hostile}"
+read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits hostile}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
 run=(bats --formatter tap)

@@ -9,16 +9,17 @@ setup() {
 
 @test "shellcheck finds nothing" {
   shellcheck scripts/*.sh .ci/run tests/*.t
+  shellcheck scripts/lab/node scripts/lab/agent scripts/lab/functions.sh
   shellcheck -s dash scripts/lab/init
   shellcheck -s bats tests/*.bats tests/rdma/*
 }
 
 @test "every script has -h, on stdout, and refuses what it does not know" {
   local script
-  for script in scripts/*.sh; do
+  for script in scripts/*.sh scripts/lab/node; do
     [[ $script != scripts/common.sh ]] || continue # not to be run
     run -0 --separate-stderr "$script" -h
-    [[ $output == "usage: $script"* && -z $stderr ]] || { echo "$script: $output"; return 1; }
+    [[ $output == "usage: ${script#scripts/lab/}"* && -z $stderr ]] || { echo "$script: $output"; return 1; }
     run -2 --separate-stderr "$script" --no-such-option </dev/null
     [[ -z $output ]] || { echo "$script: $output"; return 1; }
   done

@@ -12,16 +12,6 @@ teardown() {
   kill_hard "${other_pid:-}"
 }
 
-# fails STATUS "text in stderr"... : what the last run must have ended with.
-fails() {
-  local expected=$1 part
-  shift
-  [[ $status -eq $expected ]] || { echo "expected status $expected"; show; return 1; }
-  for part in "$@"; do
-    [[ $stderr == *"$part"* ]] || { echo "expected: $part"; show; return 1; }
-  done
-}
-
 @test "wrong port: nobody listens" {
   read_cache -p 12399
   fails 1 "rdma_connect($address:12399): rejected: nobody listens on this port" "hint: is rdma_kv_server running"

@@ -61,6 +61,16 @@ wait_for() {
 read_cache() { read_cache_at "$address" "$@"; }
 read_cache_at() { run --separate-stderr timeout 120 "$reader" -s "$@"; }
 
+# fails STATUS "text in stderr"... : what the last run must have ended with.
+fails() {
+  local expected=$1 part
+  shift
+  [[ $status -eq $expected ]] || { echo "expected status $expected"; show; return 1; }
+  for part in "$@"; do
+    [[ $stderr == *"$part"* ]] || { echo "expected: $part"; show; return 1; }
+  done
+}
+
 # as_nobody COMMAND... : a program of the project as an ordinary user, with 64 KiB of lockable memory.
 # A copy of it: such a user may not be let into the project's folder.
 as_nobody() {

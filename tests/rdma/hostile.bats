@@ -85,9 +85,17 @@ run_hostile_readers() {
 }
 
 @test "900 cases of a hostile reader: the server, its cache and another reader are unharmed" {
-  start_victim ""
+  start_victim
   start_bystander
   run_hostile_readers 300
+  bystander_was_undisturbed
+  victim_is_unharmed
+}
+
+@test "the same with --isolate, 105 cases" {
+  start_victim --isolate
+  start_bystander
+  run_hostile_readers 35 --isolated
   bystander_was_undisturbed
   victim_is_unharmed
 }
@@ -107,6 +115,15 @@ run_hostile_readers() {
   start_victim
   run -0 "$hostile_reader" -s "$address" --seed "$seed" --cases 130 --only borrowed-key
   [[ $output == *"of one that is there: read, of one that has left: read" ]] || { echo "$output"; return 1; }
+  victim_is_unharmed
+}
+
+@test "with --isolate a reader's key opens nothing to another, nor once it has left" {
+  start_victim --isolate
+  run -0 "$hostile_reader" -s "$address" --seed "$seed" --cases 520 --only borrowed-key --isolated
+  [[ $output == *" of one that is there: remote access error, of one that has left: remote access error" ]] ||
+    { echo "$output"; return 1; }
+  [[ ${#lines[@]} -eq 1 ]]
   victim_is_unharmed
 }
 

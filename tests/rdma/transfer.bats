@@ -150,18 +150,6 @@ TXT
   ((depth > 1 && depth <= limit)) || { echo "depth $depth of $limit"; show; return 1; }
 }
 
-@test "100 connections, one after the other" {
-  start_server --size 64K --readers 100
-  local connection # not i: run uses that
-  for connection in {1..100}; do
-    read_cache
-    [[ $status -eq 0 ]] || { echo "connection $connection"; show; return 1; }
-  done
-  server_ends
-  [[ $(grep -c 'MD5 equal' "$log") -eq 100 ]]
-  grep -q '^served 100 of 100 readers' "$log"
-}
-
 @test "8 readers at once" {
   head -c 4000037 /dev/urandom >"$folder/cache"
   start_server -v -f "$folder/cache" --readers 8

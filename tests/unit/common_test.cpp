@@ -50,6 +50,54 @@ TEST(Number, KeepsToItsRange)
     EXPECT_EQ(value, 65535u) << "a refused argument changes nothing";
 }
 
+// Whether `range` has the IPv4 or IPv6 address `host`.
+bool covers(const char *range, const char *host)
+{
+    network parsed{};
+    sockaddr_storage address{};
+    EXPECT_TRUE(parse_network(range, &parsed)) << range;
+    EXPECT_TRUE(find_address(host, 0, AF_UNSPEC, &address)) << host;
+    return contains(parsed, reinterpret_cast<sockaddr *>(&address));
+}
+
+TEST(Network, HasTheAddressesOfItsPrefix)
+{
+    EXPECT_TRUE(covers("192.168.77.0/24", "192.168.77.255"));
+    EXPECT_FALSE(covers("192.168.77.0/24", "192.168.78.0"));
+    EXPECT_TRUE(covers("192.168.77.129/25", "192.168.77.254")) << "the bits behind the prefix do not count";
+    EXPECT_FALSE(covers("192.168.77.129/25", "192.168.77.127"));
+    EXPECT_TRUE(covers("192.168.77.2", "192.168.77.2"));
+    EXPECT_FALSE(covers("192.168.77.2", "192.168.77.3"));
+    EXPECT_TRUE(covers("0.0.0.0/0", "255.255.255.255"));
+    EXPECT_TRUE(covers("fd00:1::/31", "fd00:0::1"));
+    EXPECT_FALSE(covers("fd00:1::/32", "fd00:0::1"));
+    EXPECT_TRUE(covers("::/0", "fe80::1"));
+}
+
+TEST(Network, KeepsTheFamiliesApart)
+{
+    EXPECT_FALSE(covers("0.0.0.0/0", "fd00::1"));
+    EXPECT_FALSE(covers("::/0", "192.168.77.1"));
+    EXPECT_TRUE(covers("192.168.77.0/24", "::ffff:192.168.77.1")) << "mapped: an IPv4 address";
+    EXPECT_FALSE(covers("::/0", "::ffff:192.168.77.1"));
+}
+
+TEST(Network, RefusesWhatIsNone)
+{
+    network parsed{};
+    for (const char *argument : {"", "/", "/24", "192.168.77.0/", "192.168.77.0/33", "192.168.77.0/-1", "192.168.77/24",
+                                 "fd00::/129", "node-a", "192.168.77.0/24/24", "192.168.77.0/2 4", " 192.168.77.0"})
+        EXPECT_FALSE(parse_network(argument, &parsed)) << argument;
+}
+
+TEST(Memory, WhatIsAvailableIsSomeAndNotEverything)
+{
+    EXPECT_GT(available_memory(), 0u);
+    EXPECT_LE(available_memory(),
+              static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
+    EXPECT_EQ(allocate_buffer(available_memory() * 4), nullptr);
+}
+
 // Nearest rank: of 10 samples, p50 is the 5th and p99 the 10th; of 200, p99 is the 198th.
 TEST(Statistics, PercentilesByNearestRank)
 {
