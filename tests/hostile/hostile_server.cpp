@@ -11,7 +11,7 @@ struct options {
     uint64_t seed = 1;
 };
 
-constexpr size_t small_cache = 256 << 10, large_cache = 32 << 20; // reading the large one takes a while
+constexpr size_t small_cache = 256 << 10, large_cache = 16 << 20; // reading the large one takes a while
 
 struct hostile {
     options opt;
@@ -239,7 +239,7 @@ static void disconnect_while_read(hostile *h, connection *c)
     message.length = large_cache;
     message = encode(message);
     if (!accept_with(h, c, &message, sizeof message)) return;
-    sleep_us(below(&h->dice, 150000));
+    sleep_us(below(&h->dice, 50000));
     leave(c);
 }
 

@@ -158,29 +158,39 @@ run_hostile_readers() {
 # Of the last run: one error in our form (a READ that fails says besides how far it came), with hints
 # perhaps, and nothing that a terminal obeys.
 is_one_error() {
-  ! grep -q '[^[:print:]]' <<<"$stderr" &&
-    ! grep -vqE "^rdma_kv_reader: [^:]+.*: .*[^ ]$|^  hint: .+" <<<"$stderr" &&
-    [[ $(grep '^rdma_kv_reader: ' <<<"$stderr" | grep -vc '^rdma_kv_reader: iteration 1: ') -eq 1 ]]
+  local line errors=0 LC_ALL=C
+  while IFS= read -r line; do
+    [[ $line != *[^[:print:]]* ]] || return 1
+    case $line in
+      "rdma_kv_reader: iteration 1: "* | "  hint: "?*) ;;
+      "rdma_kv_reader: "?*": "*[!\ ]) errors=$((errors + 1)) ;;
+      *) return 1 ;;
+    esac
+  done <<<"$stderr"
+  [[ $errors -eq 1 ]]
 }
 
+# Builtins of the shell where they do: processes cost time under emulation.
 @test "115 connections to a hostile server: each reader ends as it has to, in time, and leaves no file" {
   mkdir "$folder/out"
-  "$hostile_server" --seed "$seed" >"$folder/server" 2>&1 3>&- &
+  exec {said}< <("$hostile_server" --seed "$seed" 2>&1 3>&-)
   hostile_pid=$!
-  local connection kind expected patience start
+  local line connection kind expected patience start
+  read -r -t 30 -u "$said" line
+  [[ $line == "listening on port 12345" ]] || { echo "$line"; return 1; }
   for connection in {1..115}; do # 23 kinds
-    wait_for "grep -q '^connection $connection:' $folder/server" 30 || { cat "$folder/server"; return 1; }
-    [[ $(tail -n 1 "$folder/server") =~ :\ ([^,]*),\ exit\ status\ ([0-9]) ]]
+    read -r -t 30 -u "$said" line
+    [[ $line =~ ^connection\ $connection:\ ([^,]*),\ exit\ status\ ([0-9])$ ]] || { echo "$line"; return 1; }
     kind=${BASH_REMATCH[1]} expected=${BASH_REMATCH[2]} patience=8
     [[ $kind != silent && $kind != no-answer ]] || patience=2
     start=$SECONDS
-    LC_ALL=C run --separate-stderr timeout 60 "$reader" -s "$address" --timeout $patience -o "$folder/out/received"
+    run --separate-stderr timeout 60 "$reader" -s "$address" --timeout $patience -o "$folder/out/received"
     if [[ $status -ne $expected ]] || ((SECONDS - start > patience + 5)) ||
-      { [[ $expected -ne 0 ]] && ! { is_one_error && only_has "$folder/out"; }; }; then
+      { [[ $expected -ne 0 ]] && { ! is_one_error || compgen -G "$folder/out/*"; }; }; then
       echo "seed $seed, connection $connection, $kind: after $((SECONDS - start)) s"
       show
       return 1
     fi
-    rm -f "$folder/out/received"
+    [[ $expected -ne 0 ]] || rm "$folder/out/received"
   done
 }
