@@ -628,9 +628,9 @@ static bool link_is_up(const reader *r)
 // Ends the visits of readers that are gone, and asks the others for a sign of life.
 static void look_after_readers(server *s)
 {
-    const uint64_t now = now_ns();
     for (auto next = s->readers.begin(); next != s->readers.end();) {
         reader *const r = (next++)->second.get(); // end_visit takes it out of the map
+        const uint64_t now = now_ns();
         if (!r->waiting && now - r->since_ns >= probe_interval_ns) {
             r->waiting = true;
             r->since_ns = now;
