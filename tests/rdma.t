@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests of tests/rdma/: on this machine's RDMA device or, without one, all of them in one guest.
-# RDMA_TESTS="transfer faults" chooses among the files.
+# RDMA_TESTS="transfer faults" chooses among the files, RDMA_KV_PROGRAMS is a folder with another build of
+# the programs (tests/sanitizers.t, tests/valgrind.t).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=../scripts/common.sh
@@ -9,10 +10,10 @@ source scripts/common.sh
 # A reader of another handshake version, to be refused.
 make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma_kv_reader
 
-read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults}"
+read -ra files <<<"${RDMA_TESTS:-softroce transfer visits errors faults}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
-run=(bats --formatter tap)
+run=(env "RDMA_KV_PROGRAMS=${RDMA_KV_PROGRAMS:-}" bats --formatter tap)
 # Without a device the tests start with softroce.sh and go on with the device it makes.
 has_rdma_device || run=(scripts/lab.sh --memory 5G --timeout 1500 -- "${run[@]}")
 exec "${run[@]}" "${files[@]}"
