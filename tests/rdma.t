@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests of tests/rdma/: on this machine's RDMA device or, without one, all of them in one guest.
-# RDMA_TESTS="transfer faults" chooses among the files.
+# RDMA_TESTS="transfer faults" chooses among the files, RDMA_KV_PROGRAMS is a folder with another build of
+# the programs (tests/sanitizers.t, tests/valgrind.t).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=../scripts/common.sh
@@ -11,10 +12,10 @@ make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma
 # A device without memory windows, for --isolate to refuse.
 "${CXX:-g++}" -std=c++20 -Wall -Wextra -fPIC -shared -o build/tests/without_windows.so tests/rdma/without_windows.cpp
 
-read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits}"
+read -ra files <<<"${RDMA_TESTS:-softroce transfer visits errors faults access limits}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
-run=(bats --formatter tap)
+run=(env "RDMA_KV_PROGRAMS=${RDMA_KV_PROGRAMS:-}" bats --formatter tap)
 # Without a device the tests start with softroce.sh and go on with the device it makes.
 has_rdma_device || run=(scripts/lab.sh --memory 5G --timeout 1500 -- "${run[@]}")
 exec "${run[@]}" "${files[@]}"
