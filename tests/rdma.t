@@ -12,7 +12,11 @@ make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma
 # A device without memory windows, for --isolate to refuse.
 "${CXX:-g++}" -std=c++20 -Wall -Wextra -fPIC -shared -o build/tests/without_windows.so tests/rdma/without_windows.cpp
 
-read -ra files <<<"${RDMA_TESTS:-softroce transfer visits errors faults access limits}"
+# Peers that do what they should not. HOSTILE_SEED=N draws their details anew.
+make -s BIN=build/tests/hostile MARCH= build/tests/hostile/hostile_{reader,server}
+echo "${HOSTILE_SEED:-1}" >build/tests/hostile/seed
+
+read -ra files <<<"${RDMA_TESTS:-softroce transfer visits errors faults access limits hostile}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
 run=(env "RDMA_KV_PROGRAMS=${RDMA_KV_PROGRAMS:-}" bats --formatter tap)
