@@ -7,6 +7,7 @@
 #include <getopt.h>
 
 #include <map>
+#include <utility>
 
 #include "peer.hpp"
 
@@ -89,7 +90,8 @@ static void prepare(hostile *h, connection *c)
     if (rdma_create_qp(c->id, h->pd, &attributes) != 0) give_up(h, "rdma_create_qp()", errno);
 }
 
-static void request_connection(hostile *h, connection *c, const void *data, size_t length, uint8_t depth = 16)
+static void request_connection(hostile *h, connection *c, const void *data, size_t length, uint8_t depth = 16,
+                               uint32_t qp_num = 0)
 {
     rdma_conn_param request{};
     request.private_data = data;
@@ -97,6 +99,7 @@ static void request_connection(hostile *h, connection *c, const void *data, size
     request.initiator_depth = depth;
     request.responder_resources = 1;
     request.retry_count = 7;
+    request.qp_num = qp_num; // of a queue pair that librdmacm does not know
     if (rdma_connect(c->id, &request) != 0) give_up(h, "rdma_connect()", errno);
 }
 
@@ -273,14 +276,15 @@ static result abandoned(hostile *h)
     return {true, "gone"};
 }
 
-// Gets the answer and does not confirm it: without a queue pair of its own librdmacm leaves that to the caller.
+// Gets the answer and does not confirm it: librdmacm leaves that to a caller whose queue pair it does not know.
 static result unconfirmed(hostile *h)
 {
     connection c;
     prepare(h, &c);
-    rdma_destroy_qp(c.id);
-    request_connection(h, &c, &greeting, sizeof greeting);
+    ibv_qp *const queue_pair = std::exchange(c.id->qp, nullptr);
+    request_connection(h, &c, &greeting, sizeof greeting, 16, queue_pair->qp_num);
     const event answer = wait_for_event(c.channel, answer_ms);
+    c.id->qp = queue_pair;
     sleep_us(below(&h->dice, 20000));
     return {is(answer, RDMA_CM_EVENT_CONNECT_RESPONSE), text_of(answer)};
 }

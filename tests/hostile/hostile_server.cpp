@@ -186,11 +186,11 @@ static void length_0(hostile *h, connection *c)
     accept_offer(h, c, message);
 }
 
-// More than any machine has.
+// More than the reader can have: more than any machine, and all of this one.
 static void length_absurd(hostile *h, connection *c)
 {
-    const uint64_t lengths[] = {uint64_t{1} << 63, UINT64_MAX,        UINT64_MAX - 4095,
-                                INT64_MAX,         uint64_t{1} << 56, uint64_t{1} << 46};
+    const auto memory = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+    const uint64_t lengths[] = {uint64_t{1} << 63, UINT64_MAX, INT64_MAX, uint64_t{1} << 46, memory};
     offer message = honest_offer(h);
     message.length = lengths[below(&h->dice, std::size(lengths))];
     accept_offer(h, c, message);

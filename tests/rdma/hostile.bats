@@ -79,7 +79,7 @@ run_hostile_readers() {
     pids+=($!)
   done
   for number in 0 1 2; do
-    wait "${pids[number]}" || { failed=true; echo "exit status $?:"; cat "$folder/hostile.$number"; }
+    wait "${pids[number]}" || { echo "exit status $?:"; failed=true; cat "$folder/hostile.$number"; }
   done
   ! $failed || { tail -n 20 "$log"; return 1; }
 }
