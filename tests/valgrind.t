@@ -15,7 +15,7 @@ mkdir -p "$RDMA_KV_PROGRAMS"
 for program in rdma_kv_server rdma_kv_reader; do
   cat >"$RDMA_KV_PROGRAMS/$program" <<TXT
 #!/bin/sh
-exec valgrind --quiet --error-exitcode=99 --leak-check=full --show-leak-kinds=all --errors-for-leak-kinds=all \\
+exec valgrind --quiet --error-exitcode=99 --num-callers=30 --leak-check=full --show-leak-kinds=all --errors-for-leak-kinds=all \\
   --suppressions='$PWD/tests/valgrind.supp' --log-file="\$RDMA_KV_REPORTS/valgrind.%p" '$compiled/$program' "\$@"
 TXT
   chmod +x "$RDMA_KV_PROGRAMS/$program"

@@ -8,6 +8,9 @@ programs=${RDMA_KV_PROGRAMS:-$project}
 server=$programs/rdma_kv_server
 reader=$programs/rdma_kv_reader
 server_pid=""
+# By how much longer these may take: sanitizers and valgrind are slow.
+slowness=1
+[[ -z ${RDMA_KV_PROGRAMS:-} ]] || slowness=4
 
 # Where sanitizers and valgrind write what they find, whoever runs the program. Theirs are exit statuses
 # of their own as well, but not every test looks at one.
@@ -61,8 +64,7 @@ server_ends() {
 
 # wait_for CONDITION [SECONDS]
 wait_for() {
-  local seconds=${2:-20}
-  [[ -z ${RDMA_KV_PROGRAMS:-} ]] || seconds=$((seconds * 4)) # sanitizers and valgrind are slow
+  local seconds=$((${2:-20} * slowness))
   local deadline=$((SECONDS + seconds))
   until eval "$1" 2>/dev/null; do
     ((SECONDS < deadline)) || { echo "not within $seconds s: $1"; return 1; }
@@ -72,7 +74,7 @@ wait_for() {
 
 # read_cache OPTION... : a reader with a limit on its time; sets status, output, stderr as run does.
 read_cache() { read_cache_at "$address" "$@"; }
-read_cache_at() { run --separate-stderr timeout 120 "$reader" -s "$@"; }
+read_cache_at() { run --separate-stderr timeout "$((120 * slowness))" "$reader" -s "$@"; }
 
 # fails STATUS "text in stderr"... : what the last run must have ended with.
 fails() {
@@ -92,7 +94,7 @@ as_nobody() {
   mkdir -p "$copy"
   cp "$1" "$copy/"
   chmod -R a+rX "$copy"
-  run --separate-stderr timeout 60 setpriv --reuid 65534 --clear-groups --inh-caps=-all --bounding-set=-all \
+  run --separate-stderr timeout "$((60 * slowness))" setpriv --reuid 65534 --clear-groups --inh-caps=-all --bounding-set=-all \
     bash -c 'ulimit -l 64 && exec "$@"' as_nobody "$copy/$(basename "$1")" "${@:2}"
   rm -r "$copy"
 }

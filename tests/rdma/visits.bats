@@ -10,6 +10,7 @@ setup() {
 }
 teardown() {
   kill_hard "${peer_pid:-}"
+  kill_hard "${reader_pid:-}"
   stop_what_runs
   nothing_reported
 }
@@ -60,14 +61,16 @@ start_peer() {
 
 @test "a reader whose server is killed" {
   start_peer rdma_kv_server --size 64K
-  # One that asks for more than can be read in the time: it is killed when the server is known to be read from.
-  "$reader" -s "$address" -n 100000000 --timeout 10 -o "$folder/received" >"$folder/reader.log" 2>&1 3>&- &
-  local reader_pid=$! result=0
+  "$reader" -s "$address" -n 100000000 --timeout $((10 * slowness)) -o "$folder/received" >"$folder/reader.log" 2>&1 3>&- &
+  reader_pid=$!
+  local result=0
   wait_for "grep -qs ^reading $folder/reader.log || ! kill -0 $reader_pid" 60
+  kill -0 "$reader_pid" || { cat "$folder/reader.log"; return 1; }
   kill_hard "$peer_pid"
   peer_pid=""
   wait_for "! kill -0 $reader_pid"
   wait "$reader_pid" || result=$?
+  reader_pid=""
   [[ $result -eq 1 ]] && grep -q 'of 65536 bytes had arrived' "$folder/reader.log" || { cat "$folder/reader.log"; return 1; }
   only_has "$folder" peer.log reader.log
 }
@@ -76,6 +79,6 @@ start_peer() {
   patient_reader -p 12399
   [[ $status -eq 1 && $stderr == *"nobody listens on this port"* ]] || { show; return 1; }
   start_peer rdma_kv_server --size 64K
-  run --separate-stderr timeout 120 "$server" --size 64K
+  run --separate-stderr timeout "$((120 * slowness))" "$server" --size 64K
   [[ $status -eq 1 && $stderr == *"the port is in use by another program"* ]] || { show; return 1; }
 }
