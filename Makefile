@@ -26,7 +26,8 @@ all: $(programs)
 $(programs): $(BIN)/%: %.cpp common.hpp $(command)
 	$(compile) $(LDFLAGS) -o $@ $< $(libraries)
 
-build/bench/%: bench/%.cpp common.hpp $(command)
+# What measures and tests besides: build/bench/registration, build/tests/hostile/hostile_reader, ...
+build/%: %.cpp common.hpp $(command)
 	@mkdir -p $(@D)
 	$(compile) $(LDFLAGS) -o $@ $< $(libraries)
 

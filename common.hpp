@@ -308,9 +308,12 @@ inline void set_port(sockaddr_storage *address, uint16_t port)
 
 inline bool is_loopback(const sockaddr_storage *address)
 {
-    if (address->ss_family == AF_INET)
-        return ntohl(reinterpret_cast<const sockaddr_in *>(address)->sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
-    return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6 *>(address)->sin6_addr);
+    sockaddr_in ipv4{};
+    sockaddr_in6 ipv6{};
+    memcpy(&ipv4, address, sizeof ipv4);
+    memcpy(&ipv6, address, sizeof ipv6);
+    if (address->ss_family == AF_INET) return ntohl(ipv4.sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
+    return IN6_IS_ADDR_LOOPBACK(&ipv6.sin6_addr);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -341,7 +344,7 @@ inline uint64_t percentile(const std::vector<uint64_t> &sorted, unsigned p)
 inline statistics statistics_of(std::vector<uint64_t> samples)
 {
     std::sort(samples.begin(), samples.end());
-    const double count = static_cast<double>(samples.size());
+    const auto count = static_cast<double>(samples.size());
     const double mean = std::accumulate(samples.begin(), samples.end(), 0.0) / count;
     double squares = 0;
     for (const uint64_t sample : samples)
@@ -374,7 +377,7 @@ inline void print_statistics(uint64_t bytes, size_t iterations, const statistics
 }
 
 // How a range is cut into work requests: chunk_count of them, the last one perhaps shorter.
-inline uint64_t chunk_count(uint64_t length, uint64_t chunk) { return length / chunk + (length % chunk != 0); }
+inline uint64_t chunk_count(uint64_t length, uint64_t chunk) { return length / chunk + (length % chunk != 0 ? 1 : 0); }
 inline uint64_t chunk_length(uint64_t length, uint64_t chunk, uint64_t index)
 {
     return std::min(chunk, length - index * chunk); // no overflow: index < chunk_count

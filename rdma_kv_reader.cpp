@@ -283,7 +283,7 @@ static bool create_queue_pair(reader *r)
     r->cq = ibv_create_cq(context, static_cast<int>(r->outstanding), nullptr, r->completion_channel, 0);
     if (r->cq == nullptr)
         return failed(text("ibv_create_cq(%u entries)", r->outstanding), errno,
-                      memlock_hint(errno, r->outstanding * 64));
+                      memlock_hint(errno, uint64_t{64} * r->outstanding));
 
     ibv_qp_init_attr attributes{};
     attributes.qp_type = IBV_QPT_RC;
@@ -384,9 +384,9 @@ static const char *completion_hint(ibv_wc_status status)
     }
 }
 
-// Waits for one completion or more, by polling (P13) or asleep. Returns how many there were, 0 after
-// an error. `bytes`: what one work request moves.
-static unsigned wait_for_completions(reader *r, uint64_t bytes, const char *call)
+// Waits for one completion or more, by polling (P13) or asleep, and adds how many there were to
+// *completed. `bytes`: what one work request moves.
+static bool wait_for_completions(reader *r, uint64_t bytes, const char *call, uint64_t *completed)
 {
     // Progress shows in completions, and a large work request takes its time: it is allowed what its
     // bytes take at 8 MB/s, 125 ns each, where that is more. The clock is looked at when there is time for it.
@@ -402,10 +402,11 @@ static unsigned wait_for_completions(reader *r, uint64_t bytes, const char *call
                     call,
                     text("%s (vendor error 0x%x)", ibv_wc_status_str(completions[i].status), completions[i].vendor_err),
                     completion_hint(completions[i].status));
-        if (count > 0) return static_cast<unsigned>(count);
-        if (r->opt.events && !arm_or_sleep(r)) return 0;
+        *completed += static_cast<uint64_t>(count);
+        if (count > 0) return true;
+        if (r->opt.events && !arm_or_sleep(r)) return false;
         if (!r->opt.events && polls % 1024 != 0) continue; // what follows costs a system call
-        if (take_event(r, 0, RDMA_CM_EVENT_TIMEWAIT_EXIT, call) == failure_came) return 0;
+        if (take_event(r, 0, RDMA_CM_EVENT_TIMEWAIT_EXIT, call) == failure_came) return false;
         if (start == 0) start = now_ns();
         if (now_ns() - start >= patience)
             return failed(call, text("no progress for %.1f s", seconds_since(start)), silence_hint);
@@ -442,11 +443,9 @@ static bool read_once(reader *r, progress *bar)
     while (completed < chunks) {
         while (posted < chunks && posted - completed < r->outstanding)
             if (!post_read(r, posted++)) return false;
-        const unsigned count = wait_for_completions(r, r->chunk, "RDMA READ");
-        if (count == 0)
+        if (!wait_for_completions(r, r->chunk, "RDMA READ", &completed))
             return failed(text("iteration %zu", r->latencies_ns.size() + 1),
                           text("%zu of %zu bytes had arrived", completed * r->chunk, r->length), "nothing was written");
-        completed += count;
         show_progress(bar, r->latencies_ns.size() * chunks + completed);
     }
     const uint64_t end = now_ns();
@@ -510,9 +509,10 @@ static void close_connection(reader *r)
     wr.send_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE; // P16: small, so copied into the work request
     ibv_send_wr *refused = nullptr;
     const int error = ibv_post_send(r->id->qp, &wr, &refused);
+    uint64_t completed = 0;
     if (error != 0)
         failed("ibv_post_send(SEND)", error);
-    else if (wait_for_completions(r, sizeof message, "closing message") > 0 && rdma_disconnect(r->id) == 0)
+    else if (wait_for_completions(r, sizeof message, "closing message", &completed) && rdma_disconnect(r->id) == 0)
         wait_for_event(r, RDMA_CM_EVENT_DISCONNECTED, "rdma_disconnect()", deadline_of(r));
     r->connected = false;
 }

@@ -293,7 +293,7 @@ static bool make_cache(server *s)
         if (at % io_piece == 0) show_progress(&bar, at);
     }
     end_progress(&bar);
-    return !interrupted || failed("filling", "interrupted");
+    return interrupted == 0 || failed("filling", "interrupted");
 }
 
 // P5: the cache in memory, and that memory registered for remote reading.
@@ -364,7 +364,7 @@ static std::string objection(const server *s, const rdma_cm_id *id, const rdma_c
     if (!s->opt.allow.empty() && std::none_of(s->opt.allow.begin(), s->opt.allow.end(), covers))
         return "your address, " + address_text(address) + ", is not allowed here (--allow)";
     hello greeting{};
-    const std::string wrong = decode(request->private_data, request->private_data_len, hello_magic, &greeting);
+    std::string wrong = decode(request->private_data, request->private_data_len, hello_magic, &greeting);
     if (!wrong.empty()) return wrong;
     if (id->verbs != s->context)
         return text("the cache is on device %s, this connection arrives on %s; -d or -b choose the server's",
@@ -628,9 +628,9 @@ static bool link_is_up(const reader *r)
 // Ends the visits of readers that are gone, and asks the others for a sign of life.
 static void look_after_readers(server *s)
 {
-    const uint64_t now = now_ns();
     for (auto next = s->readers.begin(); next != s->readers.end();) {
         reader *const r = (next++)->second.get(); // end_visit takes it out of the map
+        const uint64_t now = now_ns();
         if (!r->waiting && now - r->since_ns >= probe_interval_ns) {
             r->waiting = true;
             r->since_ns = now;

@@ -21,7 +21,7 @@ packages_of() {
   case $1 in
     build) echo g++ make libibverbs-dev librdmacm-dev libssl-dev ;;
     run) echo rdma-core ibverbs-providers iproute2 kmod ;;
-    test) echo bats perl clang binutils libgtest-dev shellcheck procps ibverbs-utils rdmacm-utils jq ;;
+    test) echo bats perl clang clang-format clang-tidy libclang-rt-dev valgrind binutils libgtest-dev shellcheck procps ibverbs-utils rdmacm-utils jq ;;
     lab) echo qemu-system-x86 busybox-static cpio kmod ;;
     bench) echo perftest rdmacm-utils ibverbs-utils ncat gnuplot-nox jq git ;;
     all) echo "$(packages_of build) $(packages_of run) $(packages_of test) $(packages_of lab) $(packages_of bench)" ;;

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests of tests/rdma/: on this machine's RDMA device or, without one, all of them in one guest.
-# RDMA_TESTS="transfer faults" chooses among the files.
+# RDMA_TESTS="transfer faults" chooses among the files, RDMA_KV_PROGRAMS is a folder with another build of
+# the programs (tests/sanitizers.t, tests/valgrind.t).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=../scripts/common.sh
@@ -12,16 +13,13 @@ make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma
 "${CXX:-g++}" -std=c++20 -Wall -Wextra -fPIC -shared -o build/tests/without_windows.so tests/rdma/without_windows.cpp
 
 # Peers that do what they should not. HOSTILE_SEED=N draws their details anew.
-for program in hostile_reader hostile_server; do
-  "${CXX:-g++}" -std=c++20 -Wall -Wextra -O1 -g "tests/hostile/$program.cpp" -o "build/tests/$program" \
-    -libverbs -lrdmacm -lcrypto -lpthread
-done
-echo "${HOSTILE_SEED:-1}" >build/tests/hostile_seed
+make -s BIN=build/tests/hostile MARCH= build/tests/hostile/hostile_{reader,server}
+echo "${HOSTILE_SEED:-1}" >build/tests/hostile/seed
 
-read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits hostile}"
+read -ra files <<<"${RDMA_TESTS:-softroce transfer visits errors faults access limits hostile}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
-run=(bats --formatter tap)
+run=(env "RDMA_KV_PROGRAMS=${RDMA_KV_PROGRAMS:-}" bats --formatter tap)
 # Without a device the tests start with softroce.sh and go on with the device it makes.
 has_rdma_device || run=(scripts/lab.sh --memory 5G --timeout 1500 -- "${run[@]}")
 exec "${run[@]}" "${files[@]}"

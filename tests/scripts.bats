@@ -7,13 +7,6 @@ setup() {
   scripts=$PWD/scripts
 }
 
-@test "shellcheck finds nothing" {
-  shellcheck scripts/*.sh .ci/run tests/*.t
-  shellcheck scripts/lab/node scripts/lab/agent scripts/lab/functions.sh
-  shellcheck -s dash scripts/lab/init
-  shellcheck -s bats tests/*.bats tests/rdma/*
-}
-
 @test "every script has -h, on stdout, and refuses what it does not know" {
   local script
   for script in scripts/*.sh scripts/lab/node; do

@@ -10,6 +10,7 @@ setup() {
 teardown() {
   stop_what_runs
   kill_hard "${other_pid:-}"
+  nothing_reported
 }
 
 @test "wrong port: nobody listens" {

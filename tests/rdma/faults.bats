@@ -11,6 +11,7 @@ setup() {
 teardown() {
   kill_hard "${reader_pid:-}"
   stop_what_runs
+  nothing_reported
 }
 
 # A reader that will be at it for a while; returns when it reads. 32 MiB is well under a second's work.
@@ -51,6 +52,7 @@ reader_ends() {
 }
 
 @test "ten readers are killed one after the other: the eleventh is served" {
+  plain_build "many program starts"
   start_server --size 32M
   for _ in {1..10}; do
     start_long_reader
@@ -91,7 +93,8 @@ reader_ends() {
 }
 
 @test "SIGINT to a server that still loads: exit status 0, soon" {
-  "$server" --size 3G >"$folder/log" 2>&1 3>&- &
+  plain_build "memory and time"
+  "$server" --size 1G >"$folder/log" 2>&1 3>&- &
   server_pid=$! log=$folder/log
   sleep 1
   kill -INT "$server_pid"

@@ -3,14 +3,28 @@
 bats_require_minimum_version 1.5.0
 
 project=$(cd "$BATS_TEST_DIRNAME/../.." && pwd)
-server=$project/rdma_kv_server
-reader=$project/rdma_kv_reader
+# The programs under test: the project's, or those that tests/sanitizers.t or tests/valgrind.t built.
+programs=${RDMA_KV_PROGRAMS:-$project}
+server=$programs/rdma_kv_server
+reader=$programs/rdma_kv_reader
 server_pid=""
+# By how much longer these may take: sanitizers and valgrind are slow.
+slowness=1
+[[ -z ${RDMA_KV_PROGRAMS:-} ]] || slowness=4
+
+# Where sanitizers and valgrind write what they find, whoever runs the program. Theirs are exit statuses
+# of their own as well, but not every test looks at one.
+export RDMA_KV_REPORTS=/tmp/rdma_kv_reports
+[[ -d $RDMA_KV_REPORTS ]] || mkdir -m 1777 "$RDMA_KV_REPORTS"
+export ASAN_OPTIONS=log_path=$RDMA_KV_REPORTS/asan:exitcode=99:detect_stack_use_after_return=1:strict_string_checks=1
+export UBSAN_OPTIONS=log_path=$RDMA_KV_REPORTS/ubsan:exitcode=99:print_stacktrace=1
 
 # shellcheck source=../../scripts/common.sh
 source "$project/scripts/common.sh"
 
 in_lab() { [[ -n ${LAB_NODE:-} ]]; }
+# For tests that are nothing for a build with sanitizers or valgrind: plain_build WHY
+plain_build() { [[ -z ${RDMA_KV_PROGRAMS:-} ]] || skip "$1"; }
 need_root() { [[ $(id -u) -eq 0 ]] || skip "needs root"; }
 
 # An active device, and an address of it; SoftRoCE's where there is none yet.
@@ -30,7 +44,7 @@ start_server() {
   rm -f "$log" # of an earlier one, which says "listening" too
   "$server" "$@" >"$log" 2>&1 3>&- &
   server_pid=$!
-  wait_for "grep -qs ^listening $log || ! kill -0 $server_pid" 60
+  wait_for "grep -qs ^listening $log || ! kill -0 $server_pid" 120
   kill -0 "$server_pid" || { cat "$log"; return 1; }
 }
 
@@ -50,16 +64,17 @@ server_ends() {
 
 # wait_for CONDITION [SECONDS]
 wait_for() {
-  local deadline=$((SECONDS + ${2:-20}))
+  local seconds=$((${2:-20} * slowness))
+  local deadline=$((SECONDS + seconds))
   until eval "$1" 2>/dev/null; do
-    ((SECONDS < deadline)) || { echo "not within ${2:-20} s: $1"; return 1; }
+    ((SECONDS < deadline)) || { echo "not within $seconds s: $1"; return 1; }
     sleep 0.1
   done
 }
 
 # read_cache OPTION... : a reader with a limit on its time; sets status, output, stderr as run does.
 read_cache() { read_cache_at "$address" "$@"; }
-read_cache_at() { run --separate-stderr timeout 120 "$reader" -s "$@"; }
+read_cache_at() { run --separate-stderr timeout "$((120 * slowness))" "$reader" -s "$@"; }
 
 # fails STATUS "text in stderr"... : what the last run must have ended with.
 fails() {
@@ -79,7 +94,7 @@ as_nobody() {
   mkdir -p "$copy"
   cp "$1" "$copy/"
   chmod -R a+rX "$copy"
-  run --separate-stderr timeout 60 setpriv --reuid 65534 --clear-groups --inh-caps=-all --bounding-set=-all \
+  run --separate-stderr timeout "$((60 * slowness))" setpriv --reuid 65534 --clear-groups --inh-caps=-all --bounding-set=-all \
     bash -c 'ulimit -l 64 && exec "$@"' as_nobody "$copy/$(basename "$1")" "${@:2}"
   rm -r "$copy"
 }
@@ -105,3 +120,15 @@ only_has() {
 kill_hard() { { [[ -z $1 ]] || { kill -KILL "$1" && wait "$1"; }; } 2>/dev/null || true; }
 
 stop_what_runs() { [[ -z $server_pid ]] || { kill -CONT "$server_pid"; stop_server; }; }
+
+# Neither sanitizers nor valgrind have found anything in the programs that ended. Shows what they have.
+nothing_reported() {
+  local report found=0
+  for report in "$RDMA_KV_REPORTS"/*; do
+    [[ -s $report ]] || continue
+    found=1
+    cat "$report"
+  done
+  rm -f "$RDMA_KV_REPORTS"/*
+  return "$found"
+}

@@ -9,9 +9,9 @@ setup() {
   need_device
   folder=$BATS_TEST_TMPDIR/folder
   mkdir "$folder"
-  hostile_reader=$project/build/tests/hostile_reader
-  hostile_server=$project/build/tests/hostile_server
-  seed=$(<"$project/build/tests/hostile_seed")
+  hostile_reader=$project/build/tests/hostile/hostile_reader
+  hostile_server=$project/build/tests/hostile/hostile_server
+  seed=$(<"$project/build/tests/hostile/seed")
 }
 teardown() {
   touch "$folder/stop"

@@ -38,6 +38,7 @@ machine_state() {
 }
 
 @test "status without a device, and down without an up" {
+  plain_build "of the script, not of the programs"
   run -1 "$softroce" status
   [[ $output == "no SoftRoCE device" ]]
   run -1 "$softroce" down
@@ -45,6 +46,7 @@ machine_state() {
 }
 
 @test "up NETDEV: refuses lo, an interface that is not there, and users other than root" {
+  plain_build "of the script, not of the programs"
   local before
   before=$(machine_state)
   run -1 "$softroce" up lo
@@ -57,6 +59,7 @@ machine_state() {
 }
 
 @test "up, status, down: a device appears, is ready at once, and nothing is left" {
+  plain_build "of the script, not of the programs"
   local before
   before=$(machine_state)
   "$softroce" up
@@ -77,6 +80,7 @@ machine_state() {
 }
 
 @test "up NETDEV: the interface keeps its address and outlives the device" {
+  plain_build "of the script, not of the programs"
   ip link add test0 mtu 1500 type veth peer name test1
   ip address add 192.168.78.1/24 dev test0
   ip link set test0 up
@@ -99,6 +103,7 @@ machine_state() {
 }
 
 @test "up: what failed half-way is undone" {
+  plain_build "of the script, not of the programs"
   ip link add rdmakv1 type veth peer name other1 # the name that 'up' wants for its own
   local before
   before=$(machine_state)
@@ -109,6 +114,7 @@ machine_state() {
 }
 
 @test "up: an address in use is refused, another can be chosen" {
+  plain_build "of the script, not of the programs"
   ip link add test0 type veth peer name test1
   ip address add 192.168.77.9/24 dev test0
   run -1 "$softroce" up
@@ -126,4 +132,5 @@ teardown() {
   "$softroce" down 2>/dev/null || true
   ip link delete test0 2>/dev/null || true
   ip link delete rdmakv1 2>/dev/null || true
+  nothing_reported
 }

@@ -7,7 +7,10 @@ setup() {
   folder=$BATS_TEST_TMPDIR/folder
   mkdir "$folder"
 }
-teardown() { stop_what_runs; }
+teardown() {
+  stop_what_runs
+  nothing_reported
+}
 
 # round_trip BYTES OPTION... : a random file crosses and is compared byte for byte.
 round_trip() {
@@ -30,7 +33,10 @@ round_trip() {
 @test "8 MiB - 1" { round_trip 8388607; }
 @test "8 MiB" { round_trip 8388608; }
 @test "8 MiB + 1" { round_trip 8388609; }
-@test "100 MB" { round_trip 100000000; }
+@test "100 MB" {
+  plain_build "memory and time"
+  round_trip 100000000
+}
 @test "8 MiB + 1 with -c 0: work requests as large as the port's max_msg_sz" {
   round_trip 8388609 -c 0 --json "$folder/run.json"
   local most
@@ -39,6 +45,7 @@ round_trip() {
 }
 
 @test "1 GiB" {
+  plain_build "memory and time"
   # In the project's folder: the guest's /tmp is in its memory.
   folder=$project/build/tests/1g
   rm -rf "$folder"
@@ -216,6 +223,7 @@ TXT
 }
 
 @test "server.sh and reader.sh, as in the specification" {
+  plain_build "the scripts run the project's build"
   cd "$folder"
   "$project/scripts/make_kv_cache.sh" 1M
   log=server.out
@@ -229,6 +237,7 @@ TXT
 }
 
 @test "load.sh: the latency of each request, and of readers at once" {
+  plain_build "the script runs the project's build"
   run -0 timeout 300 "$project/scripts/load.sh" --requests 20 --readers 4 --size 64K --out "$folder"
   [[ $output == *"one connection "*"a connection each: READ"*"4 readers at once"* ]]
   [[ $(tail -n +2 "$folder/requests.csv" | wc -l) -eq 20 && $(tail -n +2 "$folder/connections.csv" | wc -l) -eq 20 ]]

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The tests of tests/nodes/: beside two guests with a wire between them, server on node-a, reader on
+# node-b. The table of what they saw is left in build/tests/reliability.tsv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+rm -f build/tests/reliability.tsv
+exec scripts/lab.sh --nodes 2 --memory 2G --timeout 1500 -- bats --formatter tap tests/nodes/*.bats
