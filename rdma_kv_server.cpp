@@ -43,7 +43,6 @@ struct options {
 
 constexpr uint64_t second_ns = 1000000000;
 constexpr uint64_t probe_interval_ns = 2 * second_ns;    // between two signs of life of a reader
-constexpr uint64_t sign_deadline_ns = 5 * second_ns;     // for each, and
 constexpr uint64_t connect_deadline_ns = 10 * second_ns; // from the accept until the connection stands
 
 // The work requests of a reader's queue pair. Each can be under way once.
@@ -61,8 +60,7 @@ struct reader {
     bool window_bound;
     uint32_t rkey;     // of the window, or of the cache
     bool connected;    // the connection stands
-    bool waiting;      // for the connection, then for a sign of life; else there was one not long ago
-    uint64_t since_ns; // from when on it is as `waiting` says
+    uint64_t since_ns; // of the accept; once connected, of the last sign of life
     bool probing;      // a probe is under way
     const char *lost;  // why it is taken for gone; nullptr: it is not
 };
@@ -463,12 +461,11 @@ static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *requ
     r->number = number;
     r->address = address_text(rdma_get_peer_addr(id));
     r->id = id;
-    r->waiting = true;
     r->since_ns = now_ns();
     r->rkey = s->cache_mr->rkey;
     id->context = r;
-    // A probe is repeated after 4.096 us * 2^17, 0.5 s. Without this it would be the reader's choice, as
-    // the number of times is. Old kernels refuse.
+    // A lost probe is repeated after 4.096 us * 2^17, 0.5 s. Without this it would be the reader's choice, as
+    // the number of times is (rdma_accept(3)). Old kernels refuse.
     uint8_t ack_timeout = 17;
     rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &ack_timeout, sizeof ack_timeout);
     if (!create_queue_pair(s, r) || (s->opt.isolate && !give_window(s, r))) {
@@ -547,7 +544,7 @@ static void take_completion(reader *r, request which, const ibv_wc *completion)
         if (!ok) r->lost = ibv_wc_status_str(completion->status);
         break;
     case probe:
-        r->probing = r->waiting = false;
+        r->probing = false;
         r->since_ns = now_ns();
         if (!ok) r->lost = completion->status == IBV_WC_WR_FLUSH_ERR ? "broke its connection" : "no longer answers,";
         break;
@@ -630,14 +627,11 @@ static void look_after_readers(server *s)
 {
     for (auto next = s->readers.begin(); next != s->readers.end();) {
         reader *const r = (next++)->second.get(); // end_visit takes it out of the map
-        const uint64_t now = now_ns();
-        if (!r->waiting && now - r->since_ns >= probe_interval_ns) {
-            r->waiting = true;
-            r->since_ns = now;
-        }
-        if (r->waiting && r->connected && !r->probing && link_is_up(r)) post_probe(r);
-        if (r->waiting && now - r->since_ns >= (r->connected ? sign_deadline_ns : connect_deadline_ns))
-            r->lost = r->connected ? "no longer answers," : "did not finish connecting,";
+        const uint64_t age = now_ns() - r->since_ns;
+        if (!r->connected && age >= connect_deadline_ns) r->lost = "did not finish connecting,";
+        // When it fails, the transport has tried for some seconds. There is no deadline besides: SoftRoCE may
+        // send a probe only after all of the READs' data that is under way.
+        if (r->connected && !r->probing && age >= probe_interval_ns && link_is_up(r)) post_probe(r);
         if (r->lost != nullptr) end_visit(s, r, r->lost);
     }
 }
@@ -668,7 +662,6 @@ static void handle_cm_event(server *s)
     case RDMA_CM_EVENT_ESTABLISHED:
         if (r == nullptr) break;
         r->connected = true;
-        r->waiting = false;
         r->since_ns = now_ns();
         if (s->opt.verbose) remark(text("reader %s connected, %zu now", r->address.c_str(), s->readers.size()));
         break;

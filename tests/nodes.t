@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-rm -f build/tests/reliability.tsv
+rm -rf build/tests/reliability.tsv build/tests/nodes # of an earlier run
 exec scripts/lab.sh --nodes 2 --memory 2G --timeout 1500 -- bats --formatter tap tests/nodes/*.bats

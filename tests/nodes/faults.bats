@@ -171,11 +171,7 @@ reader_has_all() {
 
 # -------------------------------------------------------------------------- the link goes down for good
 
-# The link comes back only when both have given up.
-server_is_alive_after_link() {
-  on node-a ip link set eth0 up
-  next_reader_is_served
-}
+# It comes back when the reader has given up; then the server finds that out.
 
 @test "link down for good, before connecting" {
   fault_now node-a bash -c "$(link_down)"
@@ -185,7 +181,8 @@ server_is_alive_after_link() {
   within 6 # as above
   no_output
   record "link down for good" "before connecting"
-  server_is_alive_after_link
+  on node-a ip link set eth0 up
+  next_reader_is_served
 }
 
 @test "link down for good, in the handshake" {
@@ -195,9 +192,10 @@ server_is_alive_after_link() {
   reader_ends 1 "rdma_connect($address:12345): no answer in 5 s"
   within 5
   no_output
-  server_says "reader"
+  on node-a ip link set eth0 up
+  server_says "without a closing message"
   record "link down for good" "in the handshake"
-  server_is_alive_after_link
+  next_reader_is_served
 }
 
 @test "link down for good, in the first tenth" {
@@ -206,9 +204,10 @@ server_is_alive_after_link() {
   in_tenth 0
   within 5
   no_output
+  on node-a ip link set eth0 up
   server_says "without a closing message"
   record "link down for good" "first tenth of the read"
-  server_is_alive_after_link
+  next_reader_is_served
 }
 
 @test "link down for good, in the last tenth" {
@@ -217,9 +216,10 @@ server_is_alive_after_link() {
   in_tenth 9
   within 5
   no_output
+  on node-a ip link set eth0 up
   server_says "without a closing message"
   record "link down for good" "last tenth of the read"
-  server_is_alive_after_link
+  next_reader_is_served
 }
 
 # ---------------------------------------------------------------------------------- the reader's side

@@ -22,7 +22,9 @@ wait_for() {
 }
 
 # A server that is left from the last test serves on: it has to bear that.
-server_is_up() { [[ -e $share/server.pid ]] && on node-a bash -c 'kill -0 $(<$share/server.pid)' 2>/dev/null; }
+server_is_up() {
+  [[ -e $share/server.pid ]] && on node-a bash -c '[[ $(</proc/$(<$share/server.pid)/comm) == rdma_kv_server ]]' 2>/dev/null
+}
 
 # start_server OPTION... : in the background of node-a.
 start_server() {
@@ -98,6 +100,8 @@ setup_nodes() {
     node run "$name" true 2>/dev/null || node boot "$name"
     node run "$name" ip link set eth0 up
   done
+  # Slower than the guests are: a fault finds its tenth of a read, and no frame is lost without one.
+  node run node-a tc qdisc replace dev eth0 root tbf rate 200mbit burst 64kb limit 8mb
   rm -f "$share"/{received*,armed,fault,reader.*}
   server_is_up || start_server --size 256M
   server_lines=$(wc -l <"$share/server.log")
