@@ -11,7 +11,7 @@ setup() {
   shellcheck scripts/*.sh .ci/run tests/*.t
   shellcheck scripts/lab/node scripts/lab/agent scripts/lab/functions.sh
   shellcheck -s dash scripts/lab/init
-  shellcheck -s bats tests/*.bats tests/rdma/*
+  shellcheck -s bats tests/*.bats tests/rdma/* tests/nodes/*
 }
 
 @test "every script has -h, on stdout, and refuses what it does not know" {
