@@ -259,14 +259,16 @@ TXT
 
 # run_beside_nodes COMMAND... : returns its exit status, 124 or 125.
 run_beside_nodes() {
-  local name command booting=()
+  local name boot command booting=()
   make_node node-a node-b 1
   make_node node-b node-a 2
   for name in node-a node-b; do
     LAB_RUN=$run "$here/lab/node" boot "$name" &
     booting+=($!)
   done
-  wait "${booting[0]}" && wait "${booting[1]}" || return 125
+  for boot in "${booting[@]}"; do
+    wait "$boot" || { say "not both nodes came up"; return 125; }
+  done
   # In the background, so that a signal to this script is heeded at once. Such a command would ignore SIGINT.
   LAB_RUN=$run PATH=$here/lab:$PATH env --default-signal=INT,QUIT "$@" <&0 &
   command=$!
@@ -338,8 +340,8 @@ main() {
   reader_pids=()
   if $terminal; then saved_terminal=$(stty -g); fi
   trap clean_up EXIT
-  trap 'exit 130' INT
-  trap 'exit 143' TERM HUP
+  trap 'say "stopped by SIGINT"; exit 130' INT
+  trap 'say "stopped by SIGTERM or SIGHUP"; exit 143' TERM HUP
   say "booting $([[ $nodes -eq 1 ]] && echo a guest || echo two guests)" \
     "($([[ $accelerator == kvm ]] && echo KVM || echo 'emulated, QEMU TCG'), $cpus processors, $memory)"
   if $verbose; then
