@@ -116,6 +116,12 @@ static void reject_short(hostile *h, connection *c)
     reject(c, &message, below(&h->dice, 30));
 }
 
+static void reject_no_reason(hostile *, connection *c)
+{
+    const refusal message = encode(refusal_with(""));
+    reject(c, &message, sizeof message);
+}
+
 static void reject_long(hostile *h, connection *c)
 {
     uint8_t data[most_reject];
@@ -273,6 +279,7 @@ static const struct kind {
     {"reject-nothing", reject_nothing, exit_failure},
     {"reject-random", reject_random, exit_failure},
     {"reject-short", reject_short, exit_failure},
+    {"reject-no-reason", reject_no_reason, exit_failure},
     {"reject-long", reject_long, exit_failure},
     {"reject-unterminated", reject_unterminated, exit_failure},
     {"reject-control", reject_control, exit_failure},
