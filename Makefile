@@ -27,7 +27,7 @@ $(programs): $(BIN)/%: %.cpp common.hpp $(command)
 	$(compile) $(LDFLAGS) -o $@ $< $(libraries)
 
 # What measures and tests besides: build/bench/registration, build/tests/hostile/hostile_reader, ...
-build/%: %.cpp common.hpp $(command)
+build/%: %.cpp common.hpp $(wildcard tests/hostile/*.hpp) $(command)
 	@mkdir -p $(@D)
 	$(compile) $(LDFLAGS) -o $@ $< $(libraries)
 

@@ -165,7 +165,8 @@ static bool find_addresses(reader *r)
 // ------------------------------------------------------------------- stage 3: making the connection
 
 static const char *const no_device_hint = "no RDMA device leads there: 'ip route get ADDRESS' names the interface";
-static const char *const silence_hint = "is the address right, the host up, UDP port 4791 (RoCE v2) open on the way?";
+static const char *const silence_hint =
+    "is the address right, the host up, the server not stopped or overrun, UDP port 4791 (RoCE v2) open?";
 
 // Tells what an event means that was not hoped for.
 static bool failed_at_event(const rdma_cm_event *event, const std::string &call)
@@ -179,7 +180,9 @@ static bool failed_at_event(const rdma_cm_event *event, const std::string &call)
         return failed(call, -event->status, event->status == -ENODEV ? no_device_hint : silence_hint);
     case RDMA_CM_EVENT_REJECTED:
         if (decode(data->private_data, data->private_data_len, refusal_magic, &message).empty())
-            return failed(call, "refused by the server: " + printable(message.reason, sizeof message.reason));
+            return failed(call, message.reason[0] != '\0'
+                                    ? "refused by the server: " + printable(message.reason, sizeof message.reason)
+                                    : "refused by the server, without a reason");
         // 8: invalid service ID, 10: stale connection (IB specification, REJ)
         if (event->status == 8 || event->status == -ECONNREFUSED)
             return failed(call, "rejected: nobody listens on this port", "is rdma_kv_server running, with this -p?");

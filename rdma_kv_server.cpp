@@ -511,8 +511,9 @@ static void take_closing_message(reader *r, size_t length)
 {
     static const char *const verdicts[] = {"not checked", "equal", "DIFFERENT"};
     closing message{};
-    const std::string wrong = decode(&r->message, length, closing_magic, &message);
-    r->closed = wrong.empty() && message.verdict <= verdict_different;
+    std::string wrong = decode(&r->message, length, closing_magic, &message);
+    if (wrong.empty() && message.verdict > verdict_different) wrong = text("verdict %u", message.verdict);
+    r->closed = wrong.empty();
     if (r->closed)
         printf("reader %s: %zu bytes x %zu, median %.3f us, MD5 %s\n", r->address.c_str(), message.bytes,
                message.iterations, static_cast<double>(message.median_ns) / 1e3, verdicts[message.verdict]);
