@@ -147,7 +147,7 @@ TXT
 
 @test "two nodes: two kernels and a wire, what 'node' runs, kills and boots, and RDMA after that" {
   two_nodes_command >"$BATS_TEST_TMPDIR/command"
-  out=$BATS_TEST_TMPDIR run -3 --separate-stderr scripts/lab.sh --nodes 2 --memory 1G -- bash "$BATS_TEST_TMPDIR/command"
+  out=$BATS_TEST_TMPDIR run -3 --separate-stderr scripts/lab.sh --nodes 2 --memory 1G --timeout 400 -- bash "$BATS_TEST_TMPDIR/command"
   local ids
   ids=$(grep -xE '[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}' <<<"$output") || { echo "$output"; return 1; }
   diff - <(grep -vxF "$ids" <<<"$output") <<TXT || { echo "$stderr"; return 1; }
