@@ -1,5 +1,6 @@
 #!/usr/bin/env bats
-# Two nodes: what breaks, when, what each side says and how long that takes. Everything with default options.
+# Two nodes: what breaks, when, what each side says and how long that takes. With default options, but for work
+# requests of 1 MiB where the reader is to tell to a tenth what had arrived.
 # shellcheck disable=SC2016,SC2034 # for a guest's shell, or wait_for, to expand; used by helpers.bash
 load helpers
 
@@ -13,20 +14,20 @@ teardown() {
 }
 
 all=268435456
-first_tenth=$((all / 32)) # bytes after which the fault comes, so that it is felt within the tenth
-last_tenth=$((all * 15 / 16))
+first_tenth=$((all / 40)) # bytes after which the fault comes
+last_tenth=$((all * 94 / 100 * 102 / 100)) # with the headers
 
 # How each fault is made on node-a. Those of the link leave the process alone.
 kill_process() { echo "kill -KILL \$(<\$share/server.pid)"; }
 link_down() { echo "ip link set eth0 down"; }
-link_down_and_up() { echo "ip link set eth0 down; sleep 1.5; ip link set eth0 up"; }
+link_down_and_up() { echo "ip link set eth0 down; tests/nodes/pace 400mbit; sleep 1.5; ip link set eth0 up"; }
 
 # A fault that comes while a reader reads, after it has got so many bytes.
 fault_while_reading() { # BYTES COMMAND
   on node-a tests/nodes/after_sent "$1" bash -c "$2" 3>&- &
   local watch=$!
   wait_for 20 '[[ -e $share/armed ]]'
-  start_reader -o "$share/received"
+  start_reader -c 1M -o "$share/received" # by which it says what had arrived
   wait "$watch"
 }
 

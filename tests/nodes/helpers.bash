@@ -100,8 +100,7 @@ setup_nodes() {
     node run "$name" true 2>/dev/null || node boot "$name"
     node run "$name" ip link set eth0 up
   done
-  # Slower than the guests are: a fault finds its tenth of a read, and no frame is lost without one.
-  node run node-a tc qdisc replace dev eth0 root tbf rate 200mbit burst 64kb limit 8mb
+  node run node-a tests/nodes/pace 400mbit
   rm -f "$share"/{received*,armed,fault,reader.*}
   server_is_up || start_server --size 256M
   server_lines=$(wc -l <"$share/server.log")
