@@ -190,7 +190,7 @@ reader_has_all() {
   within 6 # as above
   no_output
   record "link down for good" "before connecting"
-  on node-a ip link set eth0 up
+  link_up
   next_reader_is_served
 }
 
@@ -201,7 +201,7 @@ reader_has_all() {
   reader_ends 1 "rdma_connect($address:12345): no answer in 5 s"
   within 5
   no_output
-  on node-a ip link set eth0 up
+  link_up
   server_says "could not accept"
   record "link down for good" "in the handshake"
   next_reader_is_served
@@ -213,7 +213,7 @@ reader_has_all() {
   in_tenth 0
   within 5
   no_output
-  on node-a ip link set eth0 up
+  link_up
   server_says "without a closing message"
   record "link down for good" "first tenth of the read"
   next_reader_is_served
@@ -225,7 +225,7 @@ reader_has_all() {
   in_tenth 9
   within 5
   no_output
-  on node-a ip link set eth0 up
+  link_up
   server_says "without a closing message"
   record "link down for good" "last tenth of the read"
   next_reader_is_served

@@ -92,14 +92,21 @@ record() {
 # No output, nor a part of one.
 no_output() { [[ -z $(compgen -G "$share/received*") ]] || { ls "$share"; return 1; }; }
 
+# The link up, and a packet across: the first may be lost, and a lost connect request is repeated only
+# after more than 4 s.
+link_up() {
+  node run node-a ip link set eth0 up
+  node run node-b busybox ping -q -c 1 -w 20 "$address"
+}
+
 # Both nodes up, the wire too, and a server of 256 MiB; then as if nothing had been.
 setup_nodes() {
   local name
   mkdir -p "$share"
   for name in node-a node-b; do
     node run "$name" true 2>/dev/null || node boot "$name"
-    node run "$name" ip link set eth0 up
   done
+  link_up
   node run node-a tests/nodes/pace 400mbit
   rm -f "$share"/{received*,armed,fault,reader.*}
   server_is_up || start_server --size 256M
