@@ -16,10 +16,10 @@ make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma
 make -s BIN=build/tests/hostile MARCH= build/tests/hostile/hostile_{reader,server}
 echo "${HOSTILE_SEED:-1}" >build/tests/hostile/seed
 
-read -ra files <<<"${RDMA_TESTS:-softroce transfer visits errors faults access limits hostile}"
+read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits hostile}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
 run=(env "RDMA_KV_PROGRAMS=${RDMA_KV_PROGRAMS:-}" bats --formatter tap)
 # Without a device the tests start with softroce.sh and go on with the device it makes.
-has_rdma_device || run=(scripts/lab.sh --memory 5G --timeout 1500 -- "${run[@]}")
+has_rdma_device || run=(scripts/lab.sh --memory 5G --timeout 1800 -- "${run[@]}")
 exec "${run[@]}" "${files[@]}"

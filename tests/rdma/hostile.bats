@@ -171,14 +171,14 @@ is_one_error() {
 }
 
 # Builtins of the shell where they do: processes cost time under emulation.
-@test "120 connections to a hostile server: each reader ends as it has to, in time, and leaves no file" {
+@test "72 connections to a hostile server: each reader ends as it has to, in time, and leaves no file" {
   mkdir "$folder/out"
   exec {said}< <("$hostile_server" --seed "$seed" 2>&1 3>&-)
   hostile_pid=$!
   local line connection kind expected patience start
   read -r -t 30 -u "$said" line
   [[ $line == "listening on port 12345" ]] || { echo "$line"; return 1; }
-  for connection in {1..120}; do # 24 kinds
+  for connection in {1..72}; do # 24 kinds
     read -r -t 30 -u "$said" line
     [[ $line =~ ^connection\ $connection:\ ([^,]*),\ exit\ status\ ([0-9])$ ]] || { echo "$line"; return 1; }
     kind=${BASH_REMATCH[1]} expected=${BASH_REMATCH[2]} patience=8
