@@ -63,7 +63,7 @@ reader_ends() {
 server_says() {
   local now
   wait_for 20 "tail -n +$((server_lines + 1)) \$share/server.log | grep -q '$1'" || { cat "$share/server.log"; return 1; }
-  now=$(date +%s.%N)
+  now=$(stat -c %.9Y "$share/server.log") # when it was last written to
   server_said=$(tail -n +$((server_lines + 1)) "$share/server.log" | grep "$1" | head -n 1 | sed 's/reader [0-9.:]*/reader/')
   server_seconds=$(echo "$now $(stat -c %.9Y "$share/fault")" | awk '{ printf "%.1f", $1 - $2 }')
 }
