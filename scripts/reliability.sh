@@ -11,7 +11,7 @@ usage() {
   cat <<TXT
 usage: scripts/reliability.sh [--table-only]
 
-Runs tests/nodes.t in the lab, about five minutes, and makes the table of docs/RELIABILITY.md from the
+Runs tests/nodes.t in the lab, about eight minutes, and makes the table of docs/RELIABILITY.md from the
 rows that its tests leave in build/tests/reliability.tsv.
 
       --table-only   from the rows of the last run

@@ -35,13 +35,6 @@ start_server() {
 
 signal_server() { on node-a bash -c "kill -$1 \$(<\$share/server.pid)"; }
 
-# The server ends by itself, or with this signal, and well.
-stop_server() {
-  signal_server TERM
-  wait_for 20 'grep -q "^served" $share/server.log' || { cat "$share/server.log"; return 1; }
-  rm "$share/server.pid"
-}
-
 # start_reader OPTION... : in the background of node-b. Its outputs are in $share/reader.log, its exit
 # status in $share/reader.status.
 start_reader() {
