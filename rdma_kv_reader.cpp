@@ -40,6 +40,7 @@ struct reader {
     rdma_event_channel *cm_channel;
     rdma_cm_id *id; // owns the queue pair
     bool connected;
+    bool asks_again; // it was rejected once by the kernel there
     ibv_device_attr device;
     ibv_port_attr port;
     ibv_qp_attr qp; // as the connection has set it
@@ -195,6 +196,15 @@ static bool failed_at_event(const rdma_cm_event *event, const std::string &call)
     }
 }
 
+// Whether the connect request was rejected by the kernel of the server's machine, before the server saw it:
+// consumer reject (28: IB specification, REJ) and not a byte with it. So it does just after its link has come up.
+static bool is_rejected_by_kernel(const rdma_cm_event *event)
+{
+    const auto *data = static_cast<const uint8_t *>(event->param.conn.private_data);
+    return event->event == RDMA_CM_EVENT_REJECTED && event->status == 28 &&
+           std::all_of(data, data + event->param.conn.private_data_len, [](uint8_t byte) { return byte == 0; });
+}
+
 enum outcome { nothing_came, expected_came, failure_came };
 
 // Takes one event of the connection manager, if one comes in time. An accept's data goes to r->cache.
@@ -210,6 +220,9 @@ static outcome take_event(reader *r, int milliseconds, rdma_cm_event_type expect
     outcome result = expected_came;
     if (event->event == RDMA_CM_EVENT_ADDR_CHANGE || event->event == RDMA_CM_EVENT_TIMEWAIT_EXIT) {
         result = nothing_came; // neither changes anything here
+    } else if (!r->asks_again && is_rejected_by_kernel(event)) {
+        r->asks_again = true; // connect() sees to it
+        result = failure_came;
     } else if (event->event != expected) {
         failed_at_event(event, call);
         r->connected = r->connected && event->event != RDMA_CM_EVENT_DISCONNECTED;
@@ -604,26 +617,47 @@ static bool write_json(const reader *r)
     return write_file(r->opt.json, json.data(), json.size());
 }
 
-// P34: what was made, in reverse order, but for the queue pair: it goes before the memory its READs write to.
-static void free_everything(reader *r)
+static void free_queue_pair(reader *r)
 {
-    if (r->connected) rdma_disconnect(r->id);
     if (r->id != nullptr && r->id->qp != nullptr) rdma_destroy_qp(r->id);
-    if (r->mr != nullptr) ibv_dereg_mr(r->mr);
-    if (r->buffer != nullptr) munmap(r->buffer, r->length);
+}
+
+static void free_connection(reader *r)
+{
+    free_queue_pair(r);
     if (r->cq != nullptr) ibv_destroy_cq(r->cq);
     if (r->completion_channel != nullptr) ibv_destroy_comp_channel(r->completion_channel);
     if (r->pd != nullptr) ibv_dealloc_pd(r->pd);
     if (r->id != nullptr) rdma_destroy_id(r->id);
     if (r->cm_channel != nullptr) rdma_destroy_event_channel(r->cm_channel);
+    r->cq = nullptr, r->completion_channel = nullptr, r->pd = nullptr, r->id = nullptr, r->cm_channel = nullptr;
+}
+
+// P34: what was made, in reverse order, but for the queue pair: it goes before the memory its READs write to.
+static void free_everything(reader *r)
+{
+    if (r->connected) rdma_disconnect(r->id);
+    free_queue_pair(r);
+    if (r->mr != nullptr) ibv_dereg_mr(r->mr);
+    if (r->buffer != nullptr) munmap(r->buffer, r->length);
+    free_connection(r);
     if (r->devices != nullptr) ibv_free_device_list(r->devices);
+}
+
+static bool try_to_connect(reader *r, uint64_t deadline)
+{
+    return resolve_route(r, deadline) && create_queue_pair(r) && connect_to_server(r, deadline);
 }
 
 static bool connect(reader *r)
 {
     const uint64_t start = now_ns(), deadline = deadline_of(r);
-    const bool ok =
-        find_addresses(r) && resolve_route(r, deadline) && create_queue_pair(r) && connect_to_server(r, deadline);
+    bool ok = find_addresses(r) && try_to_connect(r, deadline);
+    if (!ok && r->asks_again) {
+        free_connection(r);
+        usleep(500000); // by then the kernel there has its addresses and routes again
+        ok = try_to_connect(r, deadline);
+    }
     r->connect_s = seconds_since(start);
     return ok;
 }

@@ -196,14 +196,18 @@ static bool claim_port(server *s)
                   error == EACCES ? "ports below 1024 are for root" : "no RDMA device here has this address");
 }
 
+static bool port_is_active(ibv_context *context, uint8_t port)
+{
+    ibv_port_attr attributes{};
+    return ibv_query_port(context, port, &attributes) == 0 && attributes.state == IBV_PORT_ACTIVE;
+}
+
 static bool has_active_port(ibv_context *context)
 {
     ibv_device_attr device{};
     if (ibv_query_device(context, &device) != 0) return false;
-    for (uint8_t port = 1; port <= device.phys_port_cnt; ++port) {
-        ibv_port_attr attributes{};
-        if (ibv_query_port(context, port, &attributes) == 0 && attributes.state == IBV_PORT_ACTIVE) return true;
-    }
+    for (uint8_t port = 1; port <= device.phys_port_cnt; ++port)
+        if (port_is_active(context, port)) return true;
     return false;
 }
 
@@ -385,7 +389,8 @@ static bool create_queue_pair(server *s, reader *r)
     attributes.send_cq = s->cq;
     attributes.recv_cq = s->cq;
     attributes.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
-    if (rdma_create_qp(r->id, s->pd, &attributes) != 0) return failed("rdma_create_qp(RC)", errno);
+    if (rdma_create_qp(r->id, s->pd, &attributes) != 0)
+        return failed("rdma_create_qp(RC)", errno, errno == EINVAL ? "has the reader given up meanwhile?" : "");
 
     const int access = IBV_ACCESS_LOCAL_WRITE; // a variable: clang dislikes what the macro does with an enumerator
     r->closing_mr = ibv_reg_mr(s->pd, &r->message, sizeof r->message, access);
@@ -471,7 +476,7 @@ static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *requ
     uint8_t ack_timeout = 17;
     rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &ack_timeout, sizeof ack_timeout);
     if (!create_queue_pair(s, r) || (s->opt.isolate && !give_window(s, r))) {
-        refuse(id, "the server is out of resources");
+        refuse(id, "the server could not make its side of the connection");
         free_reader(s, r);
         return;
     }
@@ -617,14 +622,6 @@ static void post_probe(reader *r)
     if (!r->probing) r->lost = "broke its connection";
 }
 
-// While this side's own link is down a probe says nothing of the reader, and on SoftRoCE it would end a
-// connection that outlives the outage.
-static bool link_is_up(const reader *r)
-{
-    ibv_port_attr port{};
-    return ibv_query_port(r->id->verbs, r->id->port_num, &port) == 0 && port.state == IBV_PORT_ACTIVE;
-}
-
 // SoftRoCE sends a probe only behind the READs' data that is under way, and when the link goes down
 // meanwhile it breaks the connection, which would have outlived that. While it sends more than 1,000
 // packets a second its readers are alive anyhow.
@@ -652,8 +649,12 @@ static void look_after_readers(server *s)
         reader *const r = (next++)->second.get(); // end_visit takes it out of the map
         const uint64_t age = now_ns() - r->since_ns;
         if (!r->connected && age >= connect_deadline_ns) r->lost = "did not finish connecting,";
-        // When one fails, the transport has tried for some seconds: a deadline of its own it does not need.
-        if (may_probe && r->connected && !r->probing && age >= probe_interval_ns && link_is_up(r)) post_probe(r);
+        // While this side's own link is down a probe says nothing of the reader, and on SoftRoCE it would end a
+        // connection that outlives the outage. When one fails, the transport has tried for some seconds: a deadline
+        // of its own it does not need.
+        if (may_probe && r->connected && !r->probing && age >= probe_interval_ns &&
+            port_is_active(r->id->verbs, r->id->port_num))
+            post_probe(r);
         if (r->lost != nullptr) end_visit(s, r, r->lost);
     }
 }

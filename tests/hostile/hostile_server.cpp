@@ -45,9 +45,21 @@ static offer honest_offer(const hostile *h)
 
 // -------------------------------------------------------------------------------- ways to answer
 
-static void reject(connection *c, const void *data, size_t length)
+static void reject_id(rdma_cm_id *id, const void *data, size_t length)
 {
-    if (rdma_reject(c->id, data, static_cast<uint8_t>(length)) != 0) give_up("rdma_reject()", errno);
+    if (rdma_reject(id, data, static_cast<uint8_t>(length)) != 0) give_up("rdma_reject()", errno);
+}
+
+// A reader that gets not a byte takes that for the kernel's, and asks once more.
+static void reject(hostile *h, connection *c, const void *data, size_t length)
+{
+    const auto *bytes = static_cast<const uint8_t *>(data);
+    reject_id(c->id, data, length);
+    if (std::any_of(bytes, bytes + length, [](uint8_t byte) { return byte != 0; })) return;
+    const event again = wait_for_event(h->channel, 10000);
+    if (!is(again, RDMA_CM_EVENT_CONNECT_REQUEST)) give_up("the reader's second request", ETIMEDOUT);
+    reject_id(again.id, data, length);
+    rdma_destroy_id(again.id);
 }
 
 // Until the reader has left, or 10 s have passed.
@@ -101,25 +113,25 @@ static refusal refusal_with(const char *reason)
     return message;
 }
 
-static void reject_nothing(hostile *, connection *c) { reject(c, nullptr, 0); }
+static void reject_nothing(hostile *h, connection *c) { reject(h, c, nullptr, 0); }
 
 static void reject_random(hostile *h, connection *c)
 {
     uint8_t data[most_reject];
     fill(&h->dice, data, sizeof data);
-    reject(c, data, below(&h->dice, sizeof data + 1));
+    reject(h, c, data, below(&h->dice, sizeof data + 1));
 }
 
 static void reject_short(hostile *h, connection *c)
 {
     const refusal message = encode(refusal_with("a reason that is cut"));
-    reject(c, &message, below(&h->dice, 30));
+    reject(h, c, &message, below(&h->dice, 30));
 }
 
-static void reject_no_reason(hostile *, connection *c)
+static void reject_no_reason(hostile *h, connection *c)
 {
     const refusal message = encode(refusal_with(""));
-    reject(c, &message, sizeof message);
+    reject(h, c, &message, sizeof message);
 }
 
 static void reject_long(hostile *h, connection *c)
@@ -128,7 +140,7 @@ static void reject_long(hostile *h, connection *c)
     fill(&h->dice, data, sizeof data);
     const refusal message = encode(refusal_with("more follows"));
     memcpy(data, &message, sizeof message);
-    reject(c, data, sizeof data);
+    reject(h, c, data, sizeof data);
 }
 
 static void reject_unterminated(hostile *h, connection *c)
@@ -139,7 +151,7 @@ static void reject_unterminated(hostile *h, connection *c)
     uint8_t data[most_reject];
     memset(data, 'y', sizeof data); // would follow the reason
     memcpy(data, &message, sizeof message);
-    reject(c, data, below(&h->dice, 2) == 0 ? sizeof message : sizeof data);
+    reject(h, c, data, below(&h->dice, 2) == 0 ? sizeof message : sizeof data);
 }
 
 // What a terminal would obey: colours, a title, line ends, a bell; and random bytes.
@@ -149,7 +161,7 @@ static void reject_control(hostile *h, connection *c)
                                    "2J%s%n");
     if (below(&h->dice, 2) == 0) fill(&h->dice, message.reason, sizeof message.reason);
     message = encode(message);
-    reject(c, &message, sizeof message);
+    reject(h, c, &message, sizeof message);
 }
 
 static void accept_nothing(hostile *h, connection *c)

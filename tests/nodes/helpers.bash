@@ -85,11 +85,11 @@ record() {
 # No output, nor a part of one.
 no_output() { [[ -z $(compgen -G "$share/received*") ]] || { ls "$share"; return 1; }; }
 
-# The link up, and a packet across: the first may be lost, and a lost connect request is repeated only
-# after more than 4 s.
+# The first packet may be lost, and a lost connect request is repeated only after more than 4 s.
+packet_across() { node run node-b busybox ping -q -c 1 -w 20 "$address"; }
 link_up() {
   node run node-a ip link set eth0 up
-  node run node-b busybox ping -q -c 1 -w 20 "$address"
+  packet_across
 }
 
 # Both nodes up, the wire too, and a server of 256 MiB; then as if nothing had been.

@@ -59,6 +59,13 @@ start_peer() {
   grep -q '^served 2 of 5 readers' "$log"
 }
 
+@test "--isolate: a window is made, read by, and gone" {
+  start_server --size 64K --isolate --allow "$address" --readers 1
+  patient_reader
+  [[ $status -eq 0 && $output == *"equal to the server's"* ]] || { show; return 1; }
+  server_ends
+}
+
 @test "a reader whose server is killed" {
   start_peer rdma_kv_server --size 64K
   "$reader" -s "$address" -n 100000000 --timeout $((10 * slowness)) -o "$folder/received" >"$folder/reader.log" 2>&1 3>&- &
