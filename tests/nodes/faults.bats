@@ -12,6 +12,8 @@ teardown() {
     on node-a bash -c 'kill -KILL $(<$share/server.pid)' || true
   } 2>/dev/null
 }
+# bats ends when nothing has its output open any more.
+teardown_file() { ! server_is_up || signal_server TERM; }
 
 all=268435456
 first_tenth=$((all / 40)) # bytes after which the fault comes
