@@ -1,6 +1,7 @@
-# Builds rdma_kv_server and rdma_kv_reader.
-#   make            both programs, here         make install   into $(DESTDIR)$(PREFIX)/bin
+# Builds rdma_kv_server and rdma_kv_reader; the library of transfer_engine/ by its own Makefile.
+#   make            both programs, here         make install      into $(DESTDIR)$(PREFIX)/bin
 #   make demo       1 GB by RDMA READ           make clean
+#   make engine     the library                 make engine-test  its tests
 #   make test       every test
 # CXX, CXXFLAGS, CPPFLAGS, LDFLAGS and MARCH (say MARCH=-march=x86-64-v3 for another machine) may be set.
 CXX      ?= g++
@@ -49,7 +50,13 @@ install: $(programs)
 
 # What was built, and what demo and tests left. The lab's kernel stays: rm -r build/lab removes it.
 clean:
-	rm -rf $(programs) $(BIN)/build/command build/tests build/demo build/bench
+	rm -rf $(programs) $(BIN)/build/command build/tests build/demo build/bench build/engine
+
+# The library transfer_engine; its own Makefile says what else there is.
+engine:
+	$(MAKE) -C transfer_engine all examples
+engine-test:
+	$(MAKE) -C transfer_engine check
 
 demo:
 	scripts/demo.sh
@@ -58,4 +65,4 @@ test:
 	scripts/test.sh
 
 FORCE:
-.PHONY: all install clean demo test FORCE
+.PHONY: all install clean engine engine-test demo test FORCE

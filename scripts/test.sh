@@ -28,7 +28,7 @@ main() {
   for test in "$@"; do
     tests+=("$(realpath "$test")")
   done
-  "$here/install_deps.sh" build run test bench
+  "$here/install_deps.sh" build run test bench engine
   # The tests see the build and its messages as they are by default.
   unset CDPATH MAKEFLAGS MFLAGS MAKELEVEL CXX CXXFLAGS CPPFLAGS LDFLAGS MARCH BIN
   export LC_ALL=C.UTF-8

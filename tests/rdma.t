@@ -16,7 +16,10 @@ make -s BIN=build/tests CPPFLAGS=-DHANDSHAKE_VERSION=999 MARCH= build/tests/rdma
 make -s BIN=build/tests/hostile MARCH= build/tests/hostile/hostile_{reader,server}
 echo "${HOSTILE_SEED:-1}" >build/tests/hostile/seed
 
-read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits hostile}"
+# transfer_engine/: what engine.bats runs.
+make -s -C transfer_engine -j"$(nproc)" MARCH= examples device-tests
+
+read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits hostile engine}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
 run=(env "RDMA_KV_PROGRAMS=${RDMA_KV_PROGRAMS:-}" bats --formatter tap)

@@ -31,7 +31,7 @@ setup() {
 }
 
 @test "install_deps.sh: nothing to do here; an unknown set is refused" {
-  run -0 scripts/install_deps.sh build run test bench
+  run -0 scripts/install_deps.sh build run test bench engine
   [[ -z $output ]]
   run -2 scripts/install_deps.sh no-such-set
   [[ $output == *"unknown set 'no-such-set'"* ]]

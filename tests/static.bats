@@ -16,10 +16,11 @@ sources() {
 
 @test "clang-tidy finds nothing" {
   local -a files
-  mapfile -t files < <(sources '*.cpp')
+  # The library's tests are left out: one of them takes a minute, for GoogleTest's macros.
+  mapfile -t files < <(sources '*.cpp' | grep -v '^./transfer_engine/tests/')
   [[ " ${files[*]} " == *" ./rdma_kv_server.cpp "* && ${#files[@]} -ge 4 ]]
   printf '%s\n' "${files[@]}" |
-    xargs -P "$(nproc)" -I{} clang-tidy --quiet {} -- -std=c++20 -Wall -Wextra -Wpedantic -Wshadow -Wconversion
+    xargs -P "$(nproc)" -I{} clang-tidy --quiet {} -- -std=c++20 -Itransfer_engine -Wall -Wextra -Wpedantic -Wshadow -Wconversion
 }
 
 @test "clang-format changes nothing" {

@@ -8,10 +8,6 @@ mkdir -p build/tests
   -D_GLIBCXX_ASSERTIONS tests/unit/common_test.cpp -o build/tests/common_test -lgtest_main -lgtest -libverbs -lrdmacm -lcrypto
 status=0
 build/tests/common_test --gtest_color=no >build/tests/common_test.log 2>&1 || status=$?
-awk -v status="$status" '
-  /^\[       OK \]/        { print "ok " ++number " - " $4 }
-  /^\[  FAILED  \].* ms\)/ { print "not ok " ++number " - " $4 }
-  !/^\[/ && NF             { print "# " $0 }
-  END                      { if (status != 0) print "not ok " ++number " - exit status " status; print "1.." number }
-' build/tests/common_test.log
+echo "exit $status" >>build/tests/common_test.log
+awk -f tests/tap_of_gtest.awk build/tests/common_test.log
 exit "$status"

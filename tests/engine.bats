@@ -1,0 +1,58 @@
+#!/usr/bin/env bats
+# transfer_engine/ as its users get it: the library installed, the document's program, the example on libfabric.
+bats_require_minimum_version 1.5.0
+
+setup_file() {
+  project=$(cd "$BATS_TEST_DIRNAME/.." && pwd)
+  export project
+  make -s -C "$project/transfer_engine" -j"$(nproc)" all examples
+}
+
+@test "the document's program is examples/minimal.cpp, and does what it says" {
+  diff <(sed -n '/^<!-- minimal.cpp -->/,/^<!-- end/p' "$project/docs/TRANSFER_ENGINE.md" | sed '1,2d' | head -n -2) \
+    "$project/transfer_engine/examples/minimal.cpp"
+  run timeout 60 "$project/build/engine/examples/minimal"
+  [[ $status -eq 0 && $output == "ok, and the last byte is 'x'" ]] || { echo "$output"; return 1; }
+}
+
+@test "make install: a program is built with pkg-config, against either library" {
+  local prefix=$BATS_TEST_TMPDIR/prefix
+  make -s -C "$project/transfer_engine" install PREFIX="$prefix"
+  export PKG_CONFIG_PATH=$prefix/lib/pkgconfig
+  cd "$BATS_TEST_TMPDIR"
+  local -a flags libraries
+  read -ra flags < <(pkg-config --cflags --libs transfer_engine)
+  read -ra libraries < <(pkg-config --libs libibverbs libfabric)
+  g++ -std=c++20 "$project/transfer_engine/examples/minimal.cpp" -o with_shared "${flags[@]}"
+  g++ -std=c++20 "$project/transfer_engine/examples/minimal.cpp" -I"$prefix/include" -o with_static \
+    "$prefix/lib/libtransfer_engine.a" "${libraries[@]}"
+  LD_LIBRARY_PATH=$prefix/lib timeout 60 ./with_shared
+  timeout 60 ./with_static
+}
+
+# prefill_decode NIC... : a prompt of 512 tokens of Llama-3.1-8B, every page compared.
+prefill_decode() {
+  local nic
+  local -a nics=()
+  for nic in "$@"; do nics+=(--nic "$nic"); done
+  run timeout 100 "$project/build/engine/examples/prefill_decode" "${nics[@]}" --json "$BATS_TEST_TMPDIR/figures"
+  [[ $status -eq 0 && $output == *"2048 pages of 32768 bytes"*"every one compared, twice: right"* ]] || { echo "$output"; return 1; }
+  jq -e ".nics == $# and .bytes == 67108864 and .exposed_s > 0 and .whole_s > 0" "$BATS_TEST_TMPDIR/figures"
+}
+
+@test "prefill_decode over tcp, one adapter" { prefill_decode 'ofi:tcp;ofi_rxm'; }
+@test "prefill_decode over tcp, two adapters" { prefill_decode 'ofi:tcp;ofi_rxm' 'ofi:tcp;ofi_rxm'; }
+@test "prefill_decode over shm, one adapter" { prefill_decode ofi:shm; }
+@test "prefill_decode over shm, two adapters" { prefill_decode ofi:shm ofi:shm; }
+
+@test "wrong arguments are told" {
+  local program=$project/build/engine/examples/prefill_decode
+  run timeout 10 "$program" --nic ofi
+  [[ $status -ne 0 && $output == *"adapter 'ofi': not verbs:DEVICE, ofi:PROVIDER or ofi:PROVIDER,DOMAIN"* ]] || { echo "$output"; return 1; }
+  run timeout 10 "$program" --nic ofi:nosuch
+  [[ $status -ne 0 && $output == *nosuch* ]] || { echo "$output"; return 1; }
+  run timeout 10 "$program" --nic verbs:nosuch0
+  [[ $status -ne 0 && $output == *nosuch0* ]] || { echo "$output"; return 1; }
+  run timeout 10 "$program" --tokens x
+  [[ $status -ne 0 && $output == *"--tokens x: not a number"* ]] || { echo "$output"; return 1; }
+}

@@ -1,0 +1,32 @@
+// idle.hpp: what a thread that polls does between two looks.
+#pragma once
+
+#include <chrono>
+#include <thread>
+
+namespace transfer_engine
+{
+
+class Idle
+{
+public:
+    explicit Idle(bool spin) : spins(spin) {}
+
+    // After each look. Who spins lets others run that want to; else, after a while without work, it naps.
+    void after(bool had_work)
+    {
+        looks_in_vain = had_work ? 0 : looks_in_vain + 1;
+        if (had_work) return;
+        if (spins || looks_in_vain < most_in_vain)
+            std::this_thread::yield();
+        else
+            std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+
+private:
+    static constexpr unsigned most_in_vain = 1000;
+    const bool spins;
+    unsigned looks_in_vain = 0;
+};
+
+} // namespace transfer_engine

@@ -1,0 +1,635 @@
+// The whole engine with its threads, over adapters inside this process (test_domain.hpp): what transfer_engine.hpp
+// promises, one test for each. Also run with ThreadSanitizer.
+#include "test_domain.hpp"
+
+#include <condition_variable>
+#include <gtest/gtest.h>
+#include <numeric>
+#include <thread>
+
+using namespace transfer_engine;
+using namespace transfer_engine::testing;
+using namespace std::chrono_literals;
+
+namespace
+{
+
+// Waits for something that another thread does, 10 s at most: they are slow with sanitizers on a busy machine.
+template <typename Condition> bool soon(Condition condition)
+{
+    const auto deadline = std::chrono::steady_clock::now() + 10s;
+    while (!condition())
+        if (std::chrono::steady_clock::now() > deadline)
+            return false;
+        else
+            std::this_thread::sleep_for(100us);
+    return true;
+}
+
+// What a callback was given. It may be called when the test is over already: what it writes to lives on.
+class Outcome
+{
+public:
+    Callback callback() const
+    {
+        return [to = told](const Status &status) {
+            const std::lock_guard lock(to->mutex);
+            to->all.push_back(status);
+        };
+    }
+    size_t count() const
+    {
+        const std::lock_guard lock(told->mutex);
+        return told->all.size();
+    }
+    // Of the call of this index; waits for it.
+    Status status(size_t index = 0) const
+    {
+        EXPECT_TRUE(soon([&] { return count() > index; })) << "never told";
+        const std::lock_guard lock(told->mutex);
+        return index < told->all.size() ? told->all[index] : Status{.code = Code::failed, .message = "never told"};
+    }
+    Code code(size_t index = 0) const { return status(index).code; }
+
+private:
+    struct Told {
+        std::mutex mutex;
+        std::vector<Status> all;
+    };
+    std::shared_ptr<Told> told = std::make_shared<Told>();
+};
+
+// An engine and registered memory of it.
+struct Side {
+    explicit Side(Wire *wire, size_t nics = 2, Options options = {}, size_t bytes = 1 << 20,
+                  TestDomainOptions domain = {})
+        : memory(bytes)
+    {
+        domains.resize(nics);
+        options.groups.resize(1);
+        options.spin = false;
+        for (size_t nic = 0; nic < nics; ++nic)
+            options.groups[0].nics.push_back(test_nic(wire, domain, &domains[nic]));
+        Status status;
+        engine = TransferEngine::open(std::move(options), &status);
+        EXPECT_TRUE(status.ok()) << status.message;
+        status = engine->reg_mr(memory.data(), memory.size(), host, &handle, &region);
+        EXPECT_TRUE(status.ok()) << status.message;
+    }
+
+    std::vector<TestDomain *> domains;
+    std::vector<uint8_t> memory;
+    std::unique_ptr<TransferEngine> engine;
+    MrHandle handle;
+    MrDesc region;
+};
+
+class Engine : public ::testing::Test
+{
+protected:
+    void fill(Side *side) { std::iota(side->memory.begin(), side->memory.end(), uint8_t{1}); }
+    void TearDown() override { EXPECT_EQ(wire.violations, std::vector<std::string>()); }
+
+    Wire wire{1};
+};
+
+// Options that differ from the defaults in this.
+template <typename Change> Options options_with(Change change)
+{
+    Options options;
+    change(options);
+    return options;
+}
+
+Pages pages(std::vector<uint32_t> indices, uint64_t stride, uint64_t offset = 0)
+{
+    return {.indices = std::move(indices), .stride = stride, .offset = offset};
+}
+
+TEST_F(Engine, SingleWriteArrivesWithOneImmediateForEachAdapter)
+{
+    Side a(&wire), b(&wire);
+    fill(&a);
+    Outcome written, arrived;
+    ASSERT_TRUE(b.engine->expect_imm_count(7, 2, arrived.callback()).ok());
+    ASSERT_TRUE(a.engine->submit_single_write(16385, 7, a.handle, 5, b.region, 100, written.callback()).ok());
+    EXPECT_EQ(written.code(), Code::ok);
+    EXPECT_EQ(arrived.code(), Code::ok);
+    EXPECT_TRUE(std::equal(a.memory.begin() + 5, a.memory.begin() + 5 + 16385, b.memory.begin() + 100)); // trap 2
+    EXPECT_EQ(b.memory[99], 0);
+    EXPECT_EQ(b.memory[100 + 16385], 0);
+    EXPECT_EQ(b.engine->metrics().immediates, 2U);
+    EXPECT_EQ(a.engine->metrics().bytes_written, 16385U);
+}
+
+TEST_F(Engine, WriteOfNoBytesStillBringsItsImmediates)
+{
+    Side a(&wire, 3), b(&wire, 3);
+    Outcome written, arrived;
+    ASSERT_TRUE(a.engine->submit_single_write(0, 9, a.handle, 0, b.region, 0, written.callback()).ok());
+    ASSERT_TRUE(b.engine->expect_imm_count(9, 3, arrived.callback()).ok());
+    EXPECT_EQ(written.code(), Code::ok);
+    EXPECT_EQ(arrived.code(), Code::ok);
+}
+
+TEST_F(Engine, FewerSharesThanAdaptersUseTheRightKeys) // trap 1
+{
+    Side a(&wire, 4), b(&wire, 4);
+    fill(&a);
+    for (const uint64_t length : {1, 64, 65, 129}) {
+        Outcome written;
+        ASSERT_TRUE(a.engine->submit_single_write(length, {}, a.handle, 0, b.region, 0, written.callback()).ok());
+        EXPECT_EQ(written.code(), Code::ok);
+        EXPECT_TRUE(std::equal(a.memory.begin(), a.memory.begin() + static_cast<ptrdiff_t>(length), b.memory.begin()));
+    }
+}
+
+TEST_F(Engine, PagesGoWhereTheirIndicesSay)
+{
+    Side a(&wire), b(&wire);
+    fill(&a);
+    Outcome written, arrived, read;
+    ASSERT_TRUE(b.engine->expect_imm_count(1, 3, arrived.callback()).ok());
+    ASSERT_TRUE(a.engine
+                    ->submit_paged_writes(100, 1, a.handle, pages({4, 0, 2}, 128, 3), b.region, pages({1, 9, 5}, 256),
+                                          written.callback())
+                    .ok());
+    EXPECT_EQ(written.code(), Code::ok);
+    EXPECT_EQ(arrived.code(), Code::ok);
+    const auto same = [&](size_t there, size_t here) {
+        return std::equal(&b.memory[there], &b.memory[there + 100], &a.memory[here]);
+    };
+    EXPECT_TRUE(same(256, 4 * 128 + 3) && same(9 * 256, 3) && same(5 * 256, 2 * 128 + 3));
+    ASSERT_TRUE(a.engine
+                    ->submit_paged_reads(100, a.handle, pages({0, 1, 2}, 100, 500000), b.region, pages({1, 9, 5}, 256),
+                                         read.callback())
+                    .ok());
+    EXPECT_EQ(read.code(), Code::ok);
+    EXPECT_TRUE(same(256, 500000) && same(9 * 256, 500100) && same(5 * 256, 500200));
+}
+
+TEST_F(Engine, NothingToDoEndsAtOnce) // semantic 7, trap 10
+{
+    Side a(&wire), b(&wire);
+    Outcome all;
+    ASSERT_TRUE(a.engine->submit_single_write(0, {}, a.handle, 0, b.region, 0, all.callback()).ok());
+    ASSERT_TRUE(a.engine->submit_single_read(0, a.handle, 0, b.region, 0, all.callback()).ok());
+    ASSERT_TRUE(
+        a.engine->submit_paged_writes(64, 5, a.handle, pages({}, 64), b.region, pages({}, 64), all.callback()).ok());
+    ASSERT_TRUE(a.engine->submit_scatter({}, 5, a.handle, {}, all.callback()).ok());
+    ASSERT_TRUE(a.engine->submit_barrier({}, 5, {}, all.callback()).ok());
+    for (size_t i = 0; i < 5; ++i)
+        EXPECT_EQ(all.code(i), Code::ok);
+    EXPECT_EQ(b.engine->metrics().immediates, 0U);
+}
+
+TEST_F(Engine, ScatterAndBarrierReachEveryPeerOnce)
+{
+    Side a(&wire), b(&wire), c(&wire);
+    fill(&a);
+    const std::vector<NetAddr> peers{b.engine->main_address(), c.engine->main_address()};
+    PeerGroupHandle group;
+    ASSERT_TRUE(a.engine->add_peer_group(peers, &group).ok());
+    Outcome scattered, barrier, at_b, at_c;
+    ASSERT_TRUE(b.engine->expect_imm_count(3, 2, at_b.callback()).ok());
+    ASSERT_TRUE(c.engine->expect_imm_count(3, 2, at_c.callback()).ok());
+    ASSERT_TRUE(a.engine
+                    ->submit_scatter(group, 3, a.handle,
+                                     {{.length = 1000, .src = 0, .dst = b.region, .dst_offset = 10},
+                                      {.length = 2000, .src = 1000, .dst = c.region, .dst_offset = 20}},
+                                     scattered.callback())
+                    .ok());
+    ASSERT_TRUE(a.engine->submit_barrier(group, 3, {b.region, c.region}, barrier.callback()).ok());
+    for (Outcome *one : {&scattered, &barrier, &at_b, &at_c})
+        EXPECT_EQ(one->code(), Code::ok);
+    EXPECT_TRUE(std::equal(&b.memory[10], &b.memory[1010], a.memory.data()));
+    EXPECT_TRUE(std::equal(&c.memory[20], &c.memory[2020], &a.memory[1000]));
+    EXPECT_EQ(a.engine->submit_barrier(group, 3, {c.region, b.region}).code, Code::invalid); // another order
+    EXPECT_EQ(a.engine->submit_barrier(group, 3, {b.region}).code, Code::invalid);
+    EXPECT_EQ(a.engine->submit_barrier(PeerGroupHandle{17}, 3, {b.region}).code, Code::invalid);
+}
+
+TEST_F(Engine, MessagesAreCopiedAndTheirBuffersUsedAgain) // semantic 6
+{
+    Side a(&wire), b(&wire);
+    std::mutex mutex;
+    std::multiset<std::string> got;
+    ASSERT_TRUE(b.engine
+                    ->submit_recvs(100, 2,
+                                   [&](std::span<const uint8_t> bytes) {
+                                       const std::lock_guard lock(mutex);
+                                       got.emplace(bytes.begin(), bytes.end());
+                                   })
+                    .ok());
+    std::multiset<std::string> sent;
+    Outcome ended;
+    std::vector<uint8_t> buffer;
+    for (int i = 0; i < 50; ++i) {
+        const std::string message = "message " + std::to_string(i) + std::string(static_cast<size_t>(i), 'x');
+        sent.insert(message);
+        buffer.assign(message.begin(), message.end());
+        ASSERT_TRUE(
+            soon([&] { return a.engine->submit_send(b.engine->main_address(), buffer, ended.callback()).ok(); }));
+        buffer.assign(buffer.size(), 0); // at once
+    }
+    for (size_t i = 0; i < 50; ++i)
+        EXPECT_EQ(ended.code(i), Code::ok);
+    EXPECT_TRUE(soon([&] {
+        const std::lock_guard lock(mutex);
+        return got == sent;
+    }));
+    EXPECT_EQ(a.engine->submit_send(b.engine->main_address(), std::vector<uint8_t>(70000)).code, Code::invalid);
+    EXPECT_EQ(b.engine->submit_recvs(100, 2, [](auto) {}).code, Code::invalid);
+    EXPECT_EQ(b.engine->metrics().messages, 50U);
+}
+
+TEST_F(Engine, ExpectationsOfOneImmediateAreServedInTheirOrder) // semantic 3
+{
+    Side a(&wire, 1), b(&wire, 1);
+    Outcome first, second, written;
+    for (int i = 0; i < 5; ++i)
+        ASSERT_TRUE(a.engine->submit_single_write(0, 4, a.handle, 0, b.region, 0, written.callback()).ok());
+    EXPECT_TRUE(soon([&] { return b.engine->metrics().immediates == 5; })); // before anybody expects them
+    ASSERT_TRUE(b.engine->expect_imm_count(4, 3, first.callback()).ok());
+    ASSERT_TRUE(b.engine->expect_imm_count(4, 3, second.callback()).ok());
+    EXPECT_EQ(first.code(), Code::ok);
+    std::this_thread::sleep_for(20ms);
+    EXPECT_EQ(second.count(), 0U);
+    ASSERT_TRUE(a.engine->submit_single_write(0, 4, a.handle, 0, b.region, 0).ok());
+    EXPECT_EQ(second.code(), Code::ok);
+    Outcome late;
+    ASSERT_TRUE(b.engine->expect_imm_count(4, 1, late.callback(), 10ms).ok());
+    EXPECT_EQ(late.code(), Code::timed_out);
+}
+
+TEST_F(Engine, BadArgumentsAreRefusedAndNothingIsCalled)
+{
+    Side a(&wire, 2), b(&wire, 2), other(&wire, 3);
+    Outcome never;
+    const auto size = a.memory.size();
+    const auto write = [&](uint64_t length, uint64_t src, const MrDesc &dst, uint64_t dst_offset) {
+        return a.engine->submit_single_write(length, {}, a.handle, src, dst, dst_offset, never.callback());
+    };
+    EXPECT_EQ(write(size + 1, 0, b.region, 0).code, Code::invalid);
+    EXPECT_EQ(write(1, size, b.region, 0).code, Code::invalid);
+    EXPECT_EQ(write(UINT64_MAX, 1, b.region, 0).code, Code::invalid);
+    EXPECT_EQ(write(2, 0, b.region, size - 1).code, Code::invalid);
+    const Status nics = write(1, 0, other.region, 0); // semantic 9
+    EXPECT_EQ(nics.code, Code::invalid);
+    EXPECT_EQ(nics.message, "the peer has 3 adapters for its region, this side 2: they have to be as many");
+    EXPECT_EQ(a.engine->submit_paged_writes(8, {}, a.handle, pages({1, 2}, 8), b.region, pages({1}, 8)).code,
+              Code::invalid);
+    EXPECT_EQ(a.engine->submit_single_write(1, {}, {}, 0, b.region, 0).code, Code::invalid);
+    MrHandle handle;
+    MrDesc region;
+    EXPECT_EQ(a.engine->reg_mr(nullptr, 10, host, &handle, &region).code, Code::invalid);
+    EXPECT_EQ(a.engine->reg_mr(a.memory.data(), 0, host, &handle, &region).code, Code::invalid);
+    EXPECT_EQ(a.engine->reg_mr(a.memory.data(), UINT64_MAX, host, &handle, &region).code, Code::invalid);
+    EXPECT_EQ(a.engine->reg_mr(a.memory.data(), 10, 3, &handle, &region).code, Code::invalid);
+    EXPECT_EQ(never.count(), 0U);
+    // Pages are looked at by the worker: the operation ends.
+    ASSERT_TRUE(a.engine
+                    ->submit_paged_writes(8, {}, a.handle, pages({0, 1u << 31}, 8), b.region, pages({0, 1}, 8),
+                                          never.callback())
+                    .ok());
+    EXPECT_EQ(never.code(), Code::invalid);
+    ASSERT_TRUE(a.engine
+                    ->submit_paged_writes(8, {}, a.handle, pages({0, 1}, UINT64_MAX), b.region, pages({0, 1}, 8),
+                                          never.callback())
+                    .ok());
+    EXPECT_EQ(never.code(1), Code::invalid);
+}
+
+TEST_F(Engine, RegistrationsAreEachTheirOwn) // trap 13
+{
+    Side a(&wire), b(&wire);
+    MrHandle shorter;
+    MrDesc shorter_region;
+    ASSERT_TRUE(a.engine->reg_mr(a.memory.data(), 100, host, &shorter, &shorter_region).ok());
+    EXPECT_EQ(shorter_region.length, 100U);
+    EXPECT_NE(shorter_region.rkeys[0].key, a.region.rkeys[0].key);
+    EXPECT_EQ(a.engine->submit_single_write(101, {}, shorter, 0, b.region, 0).code, Code::invalid);
+    ASSERT_TRUE(a.engine->dereg_mr(shorter).ok());
+    EXPECT_EQ(a.engine->dereg_mr(shorter).code, Code::invalid); // void
+    MrHandle next;
+    ASSERT_TRUE(a.engine->reg_mr(a.memory.data(), 100, host, &next, &shorter_region).ok());
+    EXPECT_EQ(a.engine->submit_single_write(1, {}, shorter, 0, b.region, 0).code, Code::invalid); // still void
+    a.domains[1]->refuse_next_registration = true; // after the first adapter has taken it
+    EXPECT_EQ(a.engine->reg_mr(a.memory.data(), 100, host, &shorter, &shorter_region).code, Code::failed);
+}
+
+TEST_F(Engine, MemoryInUseIsNotDeregistered)
+{
+    wire.faults.keeps = 1;
+    Side a(&wire), b(&wire);
+    Outcome written;
+    ASSERT_TRUE(a.engine->submit_single_write(1000, {}, a.handle, 0, b.region, 0, written.callback(), 300ms).ok());
+    EXPECT_EQ(a.engine->dereg_mr(a.handle).code, Code::invalid);
+    EXPECT_EQ(written.code(), Code::timed_out); // 2 s after its deadline the connection is given up
+    EXPECT_TRUE(a.engine->dereg_mr(a.handle).ok());
+    EXPECT_TRUE(written.status().remote_may_have_changed);
+}
+
+TEST_F(Engine, LostPeerEndsItsOperationsAndNoOthers)
+{
+    wire.faults.keeps = 1;
+    Side a(&wire, 1), b(&wire, 1), c(&wire, 1);
+    Outcome to_b, to_c, again;
+    std::atomic<int> down{0};
+    a.engine->on_peer_down([&](const NetAddr &address, const Status &status) {
+        EXPECT_EQ(address, b.engine->main_address());
+        EXPECT_EQ(status.code, Code::peer_down);
+        ++down;
+    });
+    for (int i = 0; i < 100; ++i) // more than its queue takes
+        ASSERT_TRUE(a.engine->submit_single_write(1000, {}, a.handle, 0, b.region, 0, to_b.callback()).ok());
+    EXPECT_TRUE(soon([&] { return a.engine->metrics().work_requests == 64; }));
+    {
+        const std::lock_guard lock(wire.mutex);
+        wire.faults.keeps = 0;
+    }
+    ASSERT_TRUE(a.engine->submit_single_write(1000, {}, a.handle, 0, c.region, 0, to_c.callback()).ok());
+    EXPECT_EQ(to_c.code(), Code::ok); // the full queue of another does not hold it up
+    a.domains[0]->lose(b.engine->main_address());
+    for (size_t i = 0; i < 100; ++i)
+        EXPECT_EQ(to_b.code(i), Code::peer_down);
+    EXPECT_TRUE(soon([&] { return down == 1; }));
+    ASSERT_TRUE(a.engine->submit_single_write(1000, {}, a.handle, 0, b.region, 0, again.callback()).ok());
+    EXPECT_EQ(again.code(), Code::ok); // connects anew
+}
+
+TEST_F(Engine, TooManyOperationsArePushedBack)
+{
+    wire.faults.keeps = 1;
+    Side a(&wire, 1, options_with([](Options &options) {
+        options.abort_after = 10ms;
+        options.most_operations = 8;
+    }));
+    Side b(&wire, 1);
+    Outcome all;
+    for (int i = 0; i < 8; ++i)
+        ASSERT_TRUE(a.engine->submit_single_write(10, {}, a.handle, 0, b.region, 0, all.callback(), 100ms).ok());
+    EXPECT_EQ(a.engine->submit_single_write(10, {}, a.handle, 0, b.region, 0, all.callback()).code, Code::full);
+    EXPECT_EQ(a.engine->metrics().pushed_back, 1U);
+    for (size_t i = 0; i < 8; ++i)
+        EXPECT_EQ(all.code(i), Code::timed_out);
+    {
+        const std::lock_guard lock(wire.mutex);
+        wire.faults.keeps = 0;
+    }
+    ASSERT_TRUE(a.engine->submit_single_write(10, {}, a.handle, 0, b.region, 0, all.callback()).ok());
+    EXPECT_EQ(all.code(8), Code::ok);
+}
+
+TEST_F(Engine, BlockedCallbackHoldsUpNoTransfer) // semantic 10, trap 12
+{
+    Side a(&wire, 1, options_with([](Options &options) { options.most_callbacks = 2; }));
+    Side b(&wire, 1);
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool go = false;
+    std::atomic<bool> blocked{false};
+    std::atomic<int> called{0};
+    ASSERT_TRUE(a.engine
+                    ->submit_single_write(10, {}, a.handle, 0, b.region, 0, Callback([&](const Status &) {
+                                              std::unique_lock lock(mutex);
+                                              blocked = true;
+                                              changed.wait_for(lock, 10s, [&] { return go; });
+                                              ++called;
+                                          }))
+                    .ok());
+    EXPECT_TRUE(soon([&] { return blocked.load(); }));
+    for (int i = 0; i < 200; ++i)
+        ASSERT_TRUE(
+            a.engine->submit_single_write(10, {}, a.handle, 0, b.region, 0, Callback([&](const Status &) { ++called; }))
+                .ok());
+    Flag flag;
+    ASSERT_TRUE(a.engine->submit_single_write(10, {}, a.handle, 0, b.region, 0, &flag).ok());
+    EXPECT_TRUE(soon([&] { return flag.done.load(); }));
+    EXPECT_TRUE(soon([&] { return a.engine->metrics().succeeded == 202; }));
+    EXPECT_EQ(called, 0);
+    {
+        const std::lock_guard lock(mutex);
+        go = true;
+    }
+    changed.notify_all();
+    EXPECT_TRUE(soon([&] { return called == 201; }));
+}
+
+TEST_F(Engine, CallbackThatThrowsIsCounted)
+{
+    Side a(&wire, 1), b(&wire, 1);
+    Outcome next;
+    ASSERT_TRUE(
+        a.engine->submit_single_write(10, {}, a.handle, 0, b.region, 0, Callback([](const Status &) { throw 1; }))
+            .ok());
+    ASSERT_TRUE(a.engine->submit_single_write(10, {}, a.handle, 0, b.region, 0, next.callback()).ok());
+    EXPECT_EQ(next.code(), Code::ok);
+    EXPECT_TRUE(soon([&] { return a.engine->metrics().callbacks_thrown == 1; }));
+}
+
+TEST_F(Engine, CallbackMaySubmit)
+{
+    Side a(&wire, 1), b(&wire, 1);
+    std::atomic<int> left{100};
+    std::function<void(const Status &)> again = [&](const Status &) {
+        if (--left == 0) return;
+        EXPECT_TRUE(a.engine->submit_single_write(10, {}, a.handle, 0, b.region, 0, Callback(again)).ok());
+    };
+    again({});
+    EXPECT_TRUE(soon([&] { return left == 0; }));
+    std::atomic<bool> refused{false};
+    ASSERT_TRUE(a.engine
+                    ->submit_barrier({}, 1, {}, Callback([&](const Status &) {
+                                         refused = a.engine->stop(false).code == Code::invalid;
+                                     }))
+                    .ok());
+    EXPECT_TRUE(soon([&] { return refused.load(); }));
+}
+
+TEST_F(Engine, StopDrains)
+{
+    Side a(&wire), b(&wire);
+    fill(&a);
+    Outcome all;
+    for (int i = 0; i < 200; ++i)
+        ASSERT_TRUE(a.engine->submit_single_write(5000, {}, a.handle, 0, b.region, 0, all.callback()).ok());
+    EXPECT_TRUE(a.engine->stop(true).ok());
+    ASSERT_EQ(all.count(), 200U);
+    for (size_t i = 0; i < 200; ++i)
+        EXPECT_EQ(all.code(i), Code::ok);
+    EXPECT_EQ(a.engine->submit_single_write(1, {}, a.handle, 0, b.region, 0).code, Code::stopped);
+    EXPECT_TRUE(a.engine->stop(true).ok());
+}
+
+TEST_F(Engine, StopCancels) // semantic 12: every callback is delivered
+{
+    wire.faults.keeps = 0.5;
+    Side a(&wire, 2, options_with([](Options &options) { options.abort_after = 50ms; }));
+    Side b(&wire);
+    Outcome all, expected;
+    for (int i = 0; i < 200; ++i)
+        ASSERT_TRUE(a.engine->submit_single_write(5000, {}, a.handle, 0, b.region, 0, all.callback()).ok());
+    ASSERT_TRUE(a.engine->expect_imm_count(1, 1, expected.callback()).ok());
+    EXPECT_TRUE(a.engine->stop(false).ok());
+    ASSERT_EQ(all.count(), 200U);
+    EXPECT_EQ(expected.code(), Code::cancelled);
+    size_t cancelled = 0;
+    for (size_t i = 0; i < 200; ++i)
+        cancelled += all.code(i) == Code::cancelled ? 1 : 0;
+    EXPECT_GE(cancelled, 1U);
+}
+
+TEST_F(Engine, StopWhileOthersSubmit)
+{
+    Side a(&wire), b(&wire);
+    std::atomic<uint64_t> taken{0}, ended{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 3; ++i)
+        threads.emplace_back([&] {
+            for (;;) {
+                const Status status = a.engine->submit_single_write(100, {}, a.handle, 0, b.region, 0,
+                                                                    Callback([&](const Status &) { ++ended; }));
+                if (status.code == Code::stopped) return;
+                taken += status.ok() ? 1 : 0;
+            }
+        });
+    std::this_thread::sleep_for(20ms);
+    EXPECT_TRUE(a.engine->stop(true).ok());
+    for (std::thread &thread : threads)
+        thread.join();
+    EXPECT_EQ(ended, taken);
+}
+
+// Three engines, all kinds of operations from two threads each, in every weather: each operation ends once.
+TEST_F(Engine, ManyOfAllKindsByManyThreads)
+{
+    for (const Faults weather : {Faults{}, Faults{.fails = 0.05}, Faults{.fails = 0.05, .breaks = 0.3},
+                                 Faults{.keeps = 0.02}, Faults{.breaks = 0.1, .keeps = 0.02, .loses_message = 0.1}}) {
+        wire.faults = weather;
+        std::atomic<uint64_t> taken{0}, ended{0};
+        {
+            const auto patience = options_with([](Options &options) {
+                options.timeout = 50ms;
+                options.abort_after = 20ms;
+            });
+            std::vector<std::unique_ptr<Side>> sides;
+            for (int i = 0; i < 3; ++i)
+                sides.push_back(std::make_unique<Side>(&wire, 2, patience, 64 << 10));
+            for (const auto &side : sides)
+                ASSERT_TRUE(side->engine->submit_recvs(100, 4, [](auto) {}).ok());
+            std::vector<std::thread> threads;
+            for (size_t i = 0; i < 6; ++i)
+                threads.emplace_back([&, i] {
+                    std::mt19937_64 random(i);
+                    Side &from = *sides[i % 3];
+                    const std::vector<uint8_t> message(50);
+                    for (int n = 0; n < 100; ++n) {
+                        const Side &to = *sides[random() % 3];
+                        const auto imm = static_cast<uint32_t>(random() % 4);
+                        const Callback count = [&](const Status &) { ++ended; };
+                        Status status;
+                        switch (random() % 6) {
+                        case 0:
+                            status = from.engine->submit_single_write(random() % 4000, imm, from.handle, 0, to.region,
+                                                                      30000, count);
+                            break;
+                        case 1:
+                            status = from.engine->submit_single_read(random() % 4000, from.handle,
+                                                                     40000 + 5000 * (i / 3), to.region, 0, count);
+                            break;
+                        case 2:
+                            status = from.engine->submit_paged_writes(64, imm, from.handle, pages({1, 2, 3}, 64),
+                                                                      to.region, pages({0, 1, 2}, 64, 35000), count);
+                            break;
+                        case 3: status = from.engine->submit_barrier({}, imm, {to.region, from.region}, count); break;
+                        case 4: status = from.engine->submit_send(to.engine->main_address(), message, count); break;
+                        default: status = to.engine->expect_imm_count(imm, random() % 4, count, 30ms);
+                        }
+                        taken += status.ok() ? 1 : 0;
+                    }
+                });
+            for (std::thread &thread : threads)
+                thread.join();
+            EXPECT_TRUE(soon([&] { return ended == taken; })) << ended << " of " << taken;
+            for (const auto &side : sides)
+                EXPECT_TRUE(side->engine->stop(false).ok());
+        }
+        EXPECT_EQ(ended, taken);
+        EXPECT_GT(taken, 100U);
+    }
+}
+
+TEST_F(Engine, WatcherTellsEveryChangeOrTheSumOfSeveral) // T8
+{
+    Side a(&wire, 1);
+    std::mutex mutex;
+    std::vector<std::pair<uint64_t, uint64_t>> seen;
+    uint64_t *const word = a.engine->alloc_uvm_watcher([&](uint64_t before, uint64_t now) {
+        const std::lock_guard lock(mutex);
+        seen.emplace_back(before, now);
+    });
+    ASSERT_NE(word, nullptr);
+    for (uint64_t value = 1; value <= 1000; ++value)
+        std::atomic_ref(*word).store(value, std::memory_order_release);
+    EXPECT_TRUE(soon([&] {
+        const std::lock_guard lock(mutex);
+        return !seen.empty() && seen.back().second == 1000;
+    }));
+    const std::lock_guard lock(mutex);
+    uint64_t last = 0;
+    for (const auto &[before, now] : seen) { // no gap, no step back
+        EXPECT_EQ(before, last);
+        EXPECT_GT(now, before);
+        last = now;
+    }
+}
+
+TEST_F(Engine, FreedWatcherIsNotCalledAnyMore)
+{
+    Side a(&wire, 1);
+    std::atomic<int> calls{0};
+    uint64_t *word = a.engine->alloc_uvm_watcher([&](uint64_t, uint64_t) { ++calls; });
+    std::atomic_ref(*word).store(1);
+    EXPECT_TRUE(soon([&] { return calls == 1; }));
+    a.engine->free_uvm_watcher(word);
+    a.engine->free_uvm_watcher(word); // of no effect
+    uint64_t *itself = nullptr;
+    std::atomic<uint64_t **> whose{nullptr};
+    itself = a.engine->alloc_uvm_watcher([&](uint64_t, uint64_t) {
+        a.engine->free_uvm_watcher(*whose.load());
+        ++calls;
+    });
+    whose = &itself;
+    std::atomic_ref(*itself).store(5);
+    EXPECT_TRUE(soon([&] { return calls == 2; }));
+}
+
+TEST_F(Engine, WrongOptionsAreRefused)
+{
+    Status status;
+    EXPECT_EQ(TransferEngine::open({}, &status), nullptr);
+    EXPECT_EQ(status.code, Code::invalid);
+    Options five;
+    five.groups.resize(1);
+    five.groups[0].nics.assign(5, test_nic(&wire));
+    EXPECT_EQ(TransferEngine::open(five, &status), nullptr);
+    EXPECT_EQ(status.message, "group 0 has 5 adapters, not 1 to 4");
+    Options absent;
+    absent.groups.resize(2);
+    absent.groups[0].nics = {test_nic(&wire)};
+    absent.groups[1].nics = {[](Status *why) {
+        *why = {.code = Code::failed, .message = "no such device"};
+        return nullptr;
+    }};
+    EXPECT_EQ(TransferEngine::open(absent, &status), nullptr);
+    EXPECT_EQ(status.message, "no such device");
+    Options core;
+    core.groups.resize(1);
+    core.groups[0].nics = {test_nic(&wire)};
+    core.groups[0].core = 1000;
+    EXPECT_EQ(TransferEngine::open(core, &status), nullptr);
+    EXPECT_EQ(status.code, Code::invalid);
+}
+
+} // namespace

@@ -1,0 +1,51 @@
+// watcher.hpp: looks at 64-bit words that producers increase, and calls back when one has changed (T8).
+#pragma once
+
+#include "callbacks.hpp"
+
+#include <mutex>
+
+namespace transfer_engine
+{
+
+// One watched word. It has a cache line of its own.
+struct Watch {
+    alignas(64) std::atomic<uint64_t> word{0};
+    alignas(64) uint64_t told = 0; // what the callback was last given; the watcher's thread
+    WatcherCallback changed;
+    std::mutex calling; // held while it is called
+    bool freed = false; // under `calling`
+    std::atomic<std::thread::id> caller{};
+
+    void call(uint64_t before, uint64_t now);
+};
+
+class Watcher
+{
+public:
+    Watcher(CallbackThread *callbacks, bool spin) : callback_thread(callbacks), spins(spin) {}
+    ~Watcher() { stop(); }
+    Watcher(const Watcher &) = delete;
+    Watcher &operator=(const Watcher &) = delete;
+
+    // Its thread starts with the first. Null after stop().
+    uint64_t *alloc(WatcherCallback changed);
+    void free(uint64_t *word);
+    // What has changed by now is told first.
+    void stop();
+
+private:
+    void run();
+    bool look(const std::vector<std::shared_ptr<Watch>> &all);
+
+    CallbackThread *callback_thread;
+    const bool spins;
+    std::mutex mutex; // of what follows
+    std::vector<std::shared_ptr<Watch>> watches;
+    bool stopped = false;
+    std::atomic<uint64_t> version{0}; // of `watches`
+    std::atomic<bool> stopping{false};
+    std::thread thread;
+};
+
+} // namespace transfer_engine
