@@ -195,7 +195,12 @@ TXT
     [[ -e $BATS_TEST_TMPDIR/$signal ]] || { cat "$BATS_TEST_TMPDIR/out"; return 1; }
     run=$(grep -lx "$lab_pid" build/lab/run.*/pid)
     run=$PWD/${run%/pid}
-    [[ $(processes_of_run "$run" | wc -l) -ge 4 ]] # two QEMU, the command, its node: they would be seen
+    # Two QEMU, the command, its node, which has just begun: they would be seen.
+    for _ in {1..100}; do
+      [[ $(processes_of_run "$run" | wc -l) -lt 4 ]] || break
+      sleep 0.1
+    done
+    [[ $(processes_of_run "$run" | wc -l) -ge 4 ]]
     kill "-$signal" "$lab_pid"
     status=0
     wait "$lab_pid" || status=$?
