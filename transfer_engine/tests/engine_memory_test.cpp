@@ -42,23 +42,20 @@ struct Side {
     MrDesc region;
 };
 
-// Many writes, messages and expectations, sixteen under way at a time.
+// Many writes with an immediate, and messages, sixteen of each under way at a time.
 void exchange(Side *a, Side *b, int rounds)
 {
     const std::vector<uint8_t> message(100);
     std::array<Flag, 16> written, sent;
-    std::atomic<int> reached{0};
     for (int round = 0; round < rounds; ++round) {
-        reached = 0;
         for (size_t i = 0; i < written.size(); ++i) {
             written[i].done = sent[i].done = false;
-            ASSERT_TRUE(b->engine->expect_imm_count(7, 2, [&](const Status &) { ++reached; }).ok());
             ASSERT_TRUE(a->engine->submit_single_write(10000, 7, a->handle, 0, b->region, 0, &written[i]).ok());
             ASSERT_TRUE(a->engine->submit_send(b->engine->main_address(), message, &sent[i]).ok());
         }
         const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
         for (size_t i = 0; i < written.size();)
-            if (written[i].done && sent[i].done && (i + 1 < written.size() || reached == 16))
+            if (written[i].done && sent[i].done)
                 ++i;
             else
                 ASSERT_LT(std::chrono::steady_clock::now(), deadline);
@@ -73,8 +70,8 @@ TEST(EngineMemory, NothingIsAllocatedForAnOperation)
     exchange(&a, &b, 100);
     const uint64_t before = allocations;
     exchange(&a, &b, 50);
-    // 50 x 48 operations. The queues take a block now and then (concurrentqueue, std::deque: 32 or 10 entries each).
-    EXPECT_LT(allocations - before, 50U) << "for 2,400 operations";
+    // The queues may take a block of 32 entries more, when a thread was held up for longer than before.
+    EXPECT_LT(allocations - before, 10U) << "for 1,600 operations";
     EXPECT_GT(messages, 0U);
 }
 
