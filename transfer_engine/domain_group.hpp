@@ -123,7 +123,7 @@ private:
     bool post_to_all();
     void enqueue(Share *share);
     static void dequeue(Share *share);
-    void fail(Submission *submission, Status status);
+    static void fail(Submission *submission, Status status);
     void end_if_over(Submission *submission);
     void take(size_t nic, const Event &event);
     void retire(const Event &event);

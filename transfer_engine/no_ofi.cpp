@@ -4,7 +4,7 @@
 namespace transfer_engine
 {
 
-OpenDomain ofi_nic(std::string provider, std::string)
+OpenDomain ofi_nic(std::string provider, std::string) // NOLINT(performance-unnecessary-value-param): as declared
 {
     return [provider = std::move(provider)](Status *status) -> std::unique_ptr<Domain> {
         *status = {.code = Code::unsupported, .message = "ofi_nic(" + provider + "): built without libfabric"};

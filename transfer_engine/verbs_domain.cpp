@@ -402,7 +402,7 @@ void VerbsDomain::refill_immediates()
 
 void VerbsDomain::emit(const Event &event)
 {
-    if (waiting.empty() && filled < room.size())
+    if (filled < room.size()) // then none waits
         room[filled++] = event;
     else
         waiting.push_back(event);

@@ -32,13 +32,13 @@ uint64_t *Watcher::alloc(WatcherCallback changed)
     return reinterpret_cast<uint64_t *>(&watch->word);
 }
 
-void Watcher::free(uint64_t *word)
+void Watcher::free(const uint64_t *word)
 {
     std::shared_ptr<Watch> watch;
     {
         const std::lock_guard lock(mutex);
         const auto found = std::find_if(watches.begin(), watches.end(), [=](const auto &one) {
-            return reinterpret_cast<uint64_t *>(&one->word) == word;
+            return reinterpret_cast<const uint64_t *>(&one->word) == word;
         });
         if (found == watches.end()) return;
         watch = *found;

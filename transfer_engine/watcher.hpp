@@ -30,7 +30,7 @@ public:
 
     // Its thread starts with the first. Null after stop().
     uint64_t *alloc(WatcherCallback changed);
-    void free(uint64_t *word);
+    void free(const uint64_t *word);
     // What has changed by now is told first.
     void stop();
 

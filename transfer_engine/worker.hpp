@@ -27,7 +27,7 @@ struct Shared {
 class Worker final : private GroupEvents
 {
 public:
-    Worker(Shared *shared, size_t group);
+    Worker(Shared *parts, size_t group_number);
     ~Worker() override;
     Worker(const Worker &) = delete;
     Worker &operator=(const Worker &) = delete;

@@ -1,12 +1,14 @@
 // VerbsDomain against a peer that sends what it likes, over real devices.
 #include "verbs_fixture.hpp"
 
-#include "verbs_adapter.hpp"
+#include "verbs_peer.hpp"
+
+#include <cstring>
 
 namespace transfer_engine
 {
 
-// It has the datagrams of an adapter, and no more.
+// It has an adapter and its datagrams.
 class Impostor
 {
 public:
@@ -44,6 +46,10 @@ public:
         while (ibv_poll_cq(adapter.sends.get(), 1, &completion) == 1)
             datagrams.sent();
         while (ibv_poll_cq(adapter.receives.get(), 1, &completion) == 1) {
+            if (RequestName::of(completion.wr_id).kind == RequestName::immediate) {
+                immediates.push_back(completion);
+                continue;
+            }
             const auto bytes = datagrams.received(completion);
             heard.emplace_back(bytes.begin(), bytes.end());
             datagrams.give_back(completion);
@@ -59,9 +65,10 @@ public:
     }
 
     std::vector<std::vector<uint8_t>> heard;
+    std::vector<ibv_wc> immediates;
+    VerbsAdapter adapter;
 
 private:
-    VerbsAdapter adapter;
     Datagrams datagrams;
 };
 
@@ -117,6 +124,41 @@ TEST_F(VerbsImpostorTest, APeerWithANewIncarnationUnderItsAddressReplacesTheOld)
     uint32_t again = 0;
     ASSERT_TRUE(a.domain->find_peer(peer.address(), &again).ok());
     EXPECT_NE(again, number);
+}
+
+TEST_F(VerbsImpostorTest, TheImmediateIsInNetworkOrderOnTheWire)
+{
+    Impostor peer;
+    VerbsAddress place;
+    ASSERT_TRUE(parse(a.domain->address(), &place).ok());
+    VerbsPeer to_a(a.domain->address(), place, 1, Dialogue(1, 1, Clock::now()));
+    ASSERT_TRUE(to_a.open(peer.adapter).ok());
+    ibv_recv_wr receive{}, *refused = nullptr;
+    receive.wr_id = RequestName{.kind = RequestName::immediate}.id();
+    ASSERT_EQ(ibv_post_srq_recv(peer.adapter.immediates.get(), &receive, &refused), 0);
+
+    const auto say = [&] {
+        Handshake message = peer.hello(1, 1);
+        const Handshake next = to_a.dialogue.next(Clock::now());
+        message.peer_incarnation = next.peer_incarnation;
+        message.peer_attempt = next.peer_attempt;
+        message.data = to_a.data.number();
+        message.messages = to_a.messages.number();
+        return encode(message);
+    };
+    ASSERT_TRUE(send_until(&peer, say(), [&] { return !peer.heard.empty(); }));
+    ASSERT_EQ(to_a.dialogue.hear(peer.last()), Dialogue::Step::connect);
+    ASSERT_TRUE(to_a.connect(peer.adapter, peer.last()).ok());
+    peer.send(a, say());
+
+    uint32_t number = 0;
+    ASSERT_TRUE(a.domain->find_peer(peer.address(), &number).ok());
+    post_and_wait(a, number, write(a, 0, b, 0, 0, 1, 0x01020304));
+    ASSERT_TRUE(poll_until([&] {
+        peer.poll();
+        return peer.immediates.size() == 1;
+    }));
+    EXPECT_EQ(memcmp(&peer.immediates[0].imm_data, "\x01\x02\x03\x04", 4), 0);
 }
 
 TEST_F(VerbsImpostorTest, APeerOfAnotherVersionIsRefusedAndToldSo)
