@@ -112,9 +112,13 @@ Status Worker::open()
     const uint64_t longest = shared->options.longest_message, count = shared->options.most_sends;
     send_memory = std::make_unique<uint8_t[]>(count * longest + 1); // zeroed: touched
     own.length = count * longest + 1;
-    for (size_t nic = 0; nic < group->nics() && status.ok(); ++nic)
+    for (size_t nic = 0; nic < group->nics(); ++nic) {
         status = group->nic(nic).register_memory(send_memory.get(), own.length, host, &own.keys[nic]);
-    if (!status.ok()) return status;
+        if (status.ok()) continue;
+        while (nic-- > 0)
+            group->nic(nic).deregister_memory(own.keys[nic]);
+        return status;
+    }
     own.start = send_memory.get();
     for (uint64_t slot = 0; slot < count; ++slot)
         unused_sends.enqueue(slot * longest);

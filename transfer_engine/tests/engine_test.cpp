@@ -279,6 +279,15 @@ TEST_F(Engine, WrongOptionsAreRefused)
     }};
     EXPECT_EQ(TransferEngine::open(absent, &status), nullptr);
     EXPECT_EQ(status.message, "no such device");
+    Options no_memory; // of the second adapter; the first one's is given back
+    no_memory.groups.resize(1);
+    no_memory.groups[0].nics = {test_nic(&wire), [this](Status *) {
+                                    auto domain = std::make_unique<TestDomain>(&wire, TestDomainOptions());
+                                    domain->refuse_next_registration = true;
+                                    return domain;
+                                }};
+    EXPECT_EQ(TransferEngine::open(no_memory, &status), nullptr);
+    EXPECT_EQ(status.message, "register_memory: refused for the test");
     Options core;
     core.groups.resize(1);
     core.groups[0].nics = {test_nic(&wire)};
