@@ -644,19 +644,14 @@ static void free_everything(reader *r)
     if (r->devices != nullptr) ibv_free_device_list(r->devices);
 }
 
-static bool try_to_connect(reader *r, uint64_t deadline)
-{
-    return resolve_route(r, deadline) && create_queue_pair(r) && connect_to_server(r, deadline);
-}
-
 static bool connect(reader *r)
 {
     const uint64_t start = now_ns(), deadline = deadline_of(r);
-    bool ok = find_addresses(r) && try_to_connect(r, deadline);
+    bool ok = find_addresses(r) && resolve_route(r, deadline) && create_queue_pair(r) && connect_to_server(r, deadline);
     if (!ok && r->asks_again) {
         free_connection(r);
         usleep(500000); // by then the kernel there has its addresses and routes again
-        ok = try_to_connect(r, deadline);
+        ok = resolve_route(r, deadline) && create_queue_pair(r) && connect_to_server(r, deadline);
     }
     r->connect_s = seconds_since(start);
     return ok;
