@@ -25,7 +25,7 @@ packages_of() {
     test) echo bats perl clang clang-format clang-tidy libclang-rt-dev valgrind binutils libgtest-dev shellcheck procps ibverbs-utils rdmacm-utils jq ;;
     lab) echo qemu-system-x86 busybox-static cpio kmod ;;
     bench) echo perftest rdmacm-utils ibverbs-utils ncat gnuplot-nox jq git ;;
-    engine) echo g++ make pkg-config libibverbs-dev libfabric-dev libconcurrentqueue-dev ;;
+    engine) echo g++ make pkg-config libibverbs-dev libfabric-dev libhwloc-dev libconcurrentqueue-dev ;;
     all) echo "$(packages_of build) $(packages_of run) $(packages_of test) $(packages_of lab) $(packages_of bench) $(packages_of engine)" ;;
     *) printf "install_deps.sh: unknown set '%s'\n" "$1" >&2; usage >&2; exit 2 ;;
   esac

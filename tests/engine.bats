@@ -22,7 +22,7 @@ setup_file() {
   cd "$BATS_TEST_TMPDIR"
   local -a flags libraries
   read -ra flags < <(pkg-config --cflags --libs transfer_engine)
-  read -ra libraries < <(pkg-config --libs libibverbs libfabric)
+  read -ra libraries < <(pkg-config --libs libibverbs libfabric hwloc)
   g++ -std=c++20 "$project/transfer_engine/examples/minimal.cpp" -o with_shared "${flags[@]}"
   g++ -std=c++20 "$project/transfer_engine/examples/minimal.cpp" -I"$prefix/include" -o with_static \
     "$prefix/lib/libtransfer_engine.a" "${libraries[@]}"

@@ -60,6 +60,8 @@ public:
 
     virtual NetAddr address() const = 0;
     virtual uint64_t longest_request() const = 0; // bytes of one work request
+    // "0000:3b:00.0"; "" when it is no PCI device.
+    virtual std::string pci_address() const { return {}; }
 
     // For local use, and for peers to read and write. Any thread.
     virtual Status register_memory(void *start, uint64_t length, int device, MemoryKeys *keys) = 0;

@@ -12,10 +12,11 @@ class Idle
 public:
     explicit Idle(bool spin) : spins(spin) {}
 
-    // After each look. Who spins lets others run that want to; else, after a while without work, it naps.
-    void after(bool had_work)
+    // After each look. Who spins lets others run that want to; else, after a while with nothing to do, and nothing
+    // under way, it naps.
+    void after(bool had_work, bool may_nap = true)
     {
-        looks_in_vain = had_work ? 0 : looks_in_vain + 1;
+        looks_in_vain = had_work || !may_nap ? 0 : looks_in_vain + 1;
         if (had_work) return;
         if (spins || looks_in_vain < most_in_vain)
             std::this_thread::yield();

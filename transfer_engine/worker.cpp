@@ -1,9 +1,11 @@
 #include "worker.hpp"
 
 #include "idle.hpp"
+#include "topology.hpp"
 
 #include <cstring>
 #include <pthread.h>
+#include <utility>
 
 namespace transfer_engine
 {
@@ -88,23 +90,39 @@ void Worker::add_to(Metrics *m) const
 
 // ------------------------------------------------------------------------------ the worker's thread
 
-// Binds the thread first, so that what it touches first is near (T9).
+static Status bind_thread(const cpu_set_t &cores, const std::string &which)
+{
+    const int error = pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
+    if (error == 0) return {};
+    return {.code = Code::invalid, .message = "pthread_setaffinity_np(" + which + "): " + strerror(error)};
+}
+
+// Binds the thread first, so that what it touches first is near (T9); the queues to it are of the constructor's thread.
+// An adapter says where it is only once it is open: where that binds the thread, it is opened again, near.
 Status Worker::open()
 {
     const GroupOptions &options = shared->options.groups[number];
-    if (options.core >= 0) {
-        cpu_set_t cores;
-        CPU_ZERO(&cores);
-        CPU_SET(static_cast<unsigned>(options.core), &cores);
-        if (const int error = pthread_setaffinity_np(pthread_self(), sizeof cores, &cores); error != 0)
-            return {.code = Code::invalid,
-                    .message = "pthread_setaffinity_np(core " + std::to_string(options.core) + "): " + strerror(error)};
-    }
     Status status;
+    if (options.core >= 0) {
+        cpu_set_t core;
+        CPU_ZERO(&core);
+        CPU_SET(static_cast<unsigned>(options.core), &core);
+        status = bind_thread(core, "core " + std::to_string(options.core));
+        if (!status.ok()) return status;
+    }
+    std::unique_ptr<Domain> far; // closed last: what it has touched is not allocated again here
     std::vector<std::unique_ptr<Domain>> nics;
     for (const OpenDomain &open_nic : options.nics) {
         nics.push_back(open_nic(&status));
         if (nics.back() == nullptr) return status;
+        if (options.core >= 0 || nics.size() > 1) continue;
+        const std::string place = nics[0]->pci_address();
+        const auto cores = cores_near(place);
+        if (!cores.has_value()) continue;
+        status = bind_thread(*cores, "cores near " + place);
+        if (!status.ok()) return status;
+        far = std::exchange(nics[0], open_nic(&status));
+        if (nics[0] == nullptr) return status;
     }
     group =
         std::make_unique<DomainGroup>(std::move(nics), static_cast<GroupEvents *>(this), shared->options.abort_after);
@@ -168,7 +186,7 @@ void Worker::run()
             if (now >= give_up) break; // close() ends the rest
         }
         if (stop != running && !any && group->idle()) break;
-        idle.after(any);
+        idle.after(any, group->idle());
     }
     for (; !waiting.empty(); std::this_thread::yield())
         flush();
@@ -224,8 +242,10 @@ void Worker::ended(Submission *submission)
         tell(Ended{std::move(*callback), std::move(status)});
     else if (auto *const *flag = std::get_if<Flag *>(&done); flag != nullptr && *flag != nullptr) {
         (*flag)->status = std::move(status);
-        (*flag)->done.store(true, std::memory_order_release);
-        // The flag may be gone from here on.
+        std::atomic<bool> &is_done = (*flag)->done;
+        is_done.store(true, std::memory_order_release);
+        // The flag may be gone from here on: its address, which is all that this looks at, names those that wait.
+        is_done.notify_all();
     }
 }
 

@@ -1,42 +1,40 @@
-// te_bench: what the engine costs. Each figure is measured with the engine and with a bare loop on libfabric, in turns,
-// in one run; the ratio is the median of those of the pairs. The target is a second process, which takes no part but
-// for moving its provider along.
-#include "../transfer_engine.hpp"
-#include "bare_ofi.hpp"
+// te_bench: what the engine costs. Each figure is measured with the engine and with a bare loop on the same provider,
+// in turns, in one run; the ratio is the median of those of the pairs. Beside them, where they are installed,
+// ucx_perftest and ib_write_bw.
+#include "contestant.hpp"
+#include "other_tools.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <getopt.h>
-#include <numeric>
-#include <poll.h>
-#include <stdexcept>
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <thread>
 #include <unistd.h>
 
-using namespace transfer_engine;
-using Clock = std::chrono::steady_clock;
+using namespace bench;
 
 namespace
 {
 
-constexpr uint64_t memory_bytes = 64 << 20;
-
 struct Arguments {
-    std::string provider = "tcp;ofi_rxm";
+    std::string nic = "ofi:tcp;ofi_rxm";
+    bool quick = false;
     int pairs = 15;
+    uint64_t depth = 16;
+    uint64_t peers = 2;
     const char *csv = nullptr;
 };
 
 void print_usage(FILE *stream)
 {
-    fputs("usage: te_bench [--quick] [--provider NAME] [--csv FILE]\n"
-          "Compares the engine with a bare loop on libfabric.\n\n"
-          "  --quick          5 pairs of each instead of 15\n"
-          "  --provider NAME  of libfabric: tcp;ofi_rxm (default), shm\n"
-          "  --csv FILE       a row for each pair: figure, unit, engine, bare\n"
-          "  --help           this text\n",
+    fputs("usage: te_bench [options]\n"
+          "Compares the engine with a bare loop on libfabric or libibverbs, in turns.\n\n"
+          "  --nic NIC     ofi:PROVIDER or verbs:DEVICE (default ofi:tcp;ofi_rxm)\n"
+          "  --depth N     single operations under way (default 16)\n"
+          "  --peers N     processes that scatters and barriers go to (default 2)\n"
+          "  --pairs N     measurements of each (default 15)\n"
+          "  --quick       5 pairs, and some of the sizes\n"
+          "  --csv FILE    a row for each measurement\n"
+          "  -h, --help    this text\n",
           stream);
 }
 
@@ -46,156 +44,107 @@ void print_usage(FILE *stream)
     exit(EXIT_FAILURE);
 }
 
-void require(const Status &status, const char *call)
+uint64_t parse_number(const char *option, const char *text, uint64_t most)
 {
-    if (!status.ok()) give_up(std::string(call) + ": " + name_of(status.code) + ": " + status.message);
+    char *end = nullptr;
+    errno = 0;
+    const uint64_t number = strtoull(text, &end, 10);
+    if (errno != 0 || *text < '0' || *text > '9' || *end != '\0' || number < 1 || number > most)
+        give_up(std::string(option) + " " + text + ": not a number from 1 to " + std::to_string(most));
+    return number;
 }
 
 Arguments parse_arguments(int argc, char **argv)
 {
-    static const option options[] = {{"quick", no_argument, nullptr, 'q'},
-                                     {"provider", required_argument, nullptr, 'p'},
-                                     {"csv", required_argument, nullptr, 'c'},
-                                     {"help", no_argument, nullptr, 'h'},
-                                     {nullptr, 0, nullptr, 0}};
+    static const option options[] = {
+        {"nic", required_argument, nullptr, 'n'},   {"depth", required_argument, nullptr, 'd'},
+        {"peers", required_argument, nullptr, 'p'}, {"pairs", required_argument, nullptr, 'r'},
+        {"quick", no_argument, nullptr, 'q'},       {"csv", required_argument, nullptr, 'c'},
+        {"help", no_argument, nullptr, 'h'},        {nullptr, 0, nullptr, 0}};
     Arguments arguments;
+    bool pairs_given = false;
     for (int letter; (letter = getopt_long(argc, argv, "h", options, nullptr)) != -1;) {
         switch (letter) {
-        case 'q': arguments.pairs = 5; break;
-        case 'p': arguments.provider = optarg; break;
+        case 'n': arguments.nic = optarg; break;
+        case 'd': arguments.depth = parse_number("--depth", optarg, 256); break;
+        case 'p': arguments.peers = parse_number("--peers", optarg, 64); break;
+        case 'r':
+            arguments.pairs = static_cast<int>(parse_number("--pairs", optarg, 1000));
+            pairs_given = true;
+            break;
+        case 'q': arguments.quick = true; break;
         case 'c': arguments.csv = optarg; break;
         case 'h': print_usage(stdout); exit(EXIT_SUCCESS);
         default: print_usage(stderr); exit(2);
         }
     }
     if (optind < argc) give_up(std::string("unexpected argument '") + argv[optind] + "'");
+    if (arguments.quick && !pairs_given) arguments.pairs = 5;
     return arguments;
 }
 
-// -------------------------------------------------------------------------------- the two processes
+// What is done, in what unit it is told.
+struct Figure {
+    std::string name;
+    const char *unit;
+    Task task;
 
-void send_bytes(int socket, std::span<const uint8_t> bytes)
-{
-    const uint64_t length = bytes.size();
-    if (send(socket, &length, sizeof length, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof length) ||
-        send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(bytes.size()))
-        give_up(std::string("send(): ") + strerror(errno));
-}
-
-std::vector<uint8_t> receive_bytes(int socket)
-{
-    pollfd ready{.fd = socket, .events = POLLIN, .revents = 0};
-    uint64_t length = 0;
-    if (poll(&ready, 1, 60000) != 1 || recv(socket, &length, sizeof length, MSG_WAITALL) != sizeof length ||
-        length > 65536)
-        give_up("nothing from the other process");
-    std::vector<uint8_t> bytes(length);
-    if (recv(socket, bytes.data(), length, MSG_WAITALL) != static_cast<ssize_t>(length))
-        give_up("the other process has ended");
-    return bytes;
-}
-
-struct Side {
-    explicit Side(const Arguments &arguments)
-        : memory(memory_bytes, uint8_t{1}), bare(arguments.provider, memory.data(), memory.size())
+    double value(const Result &result) const
     {
-        Options options;
-        options.groups.resize(1);
-        options.groups[0].nics = {ofi_nic(arguments.provider)};
-        options.spin = false; // two engines on one machine: one that has nothing to do leaves the processor to others
-        Status status;
-        engine = TransferEngine::open(std::move(options), &status);
-        require(status, "TransferEngine::open()");
-        require(engine->reg_mr(memory.data(), memory.size(), host, &handle, &region), "reg_mr()");
+        const bool is_time = strcmp(unit, "us") == 0 || strcmp(unit, "ns") == 0;
+        if (is_time) return result.percentiles[0] * (unit[0] == 'u' ? 1e6 : 1e9);
+        return static_cast<double>(task.length * operations()) * 8 / 1e9 / result.seconds;
     }
-
-    std::vector<uint8_t> memory;
-    bare::Ofi bare;
-    std::unique_ptr<TransferEngine> engine;
-    MrHandle handle;
-    MrDesc region;
+    uint64_t operations() const { return task.kind == Task::scatter ? task.count * task.depth : task.count; }
 };
 
-void be_target(const Arguments &arguments, int socket)
+std::string size_text(uint64_t bytes)
 {
-    Side side(arguments);
-    send_bytes(socket, serialize(side.region));
-    const bare::Target target = side.bare.target();
-    send_bytes(socket, target.address);
-    const std::array<uint64_t, 2> place{target.base, target.key};
-    send_bytes(socket, std::span(reinterpret_cast<const uint8_t *>(place.data()), sizeof place));
-    // Until the other side closes its end. The provider only moves when it is polled; as the engine's worker does,
-    // this naps when nothing has come for a while, which only bytes in the memory tell.
-    pollfd closed{.fd = socket, .events = POLLIN, .revents = 0};
-    for (unsigned turn = 1;; ++turn) {
-        side.bare.poll();
-        if (turn % 64 == 0) std::this_thread::yield();
-        if (turn % 65536 == 0 && poll(&closed, 1, 0) != 0) return;
-    }
+    if (bytes < 1024) return std::to_string(bytes) + " B";
+    return bytes < 1 << 20 ? std::to_string(bytes >> 10) + " KiB" : std::to_string(bytes >> 20) + " MiB";
 }
 
-// --------------------------------------------------------------------------------------- measuring
-
-class Bench
+std::vector<Figure> choose_figures(const Arguments &arguments)
 {
-public:
-    Bench(const Arguments &given, int socket) : arguments(given), side(given)
-    {
-        const std::vector<uint8_t> region = receive_bytes(socket);
-        require(parse(region, &there), "parse()");
-        bare::Target target{.address = receive_bytes(socket)};
-        const std::vector<uint8_t> place = receive_bytes(socket);
-        if (place.size() != 2 * sizeof(uint64_t)) give_up("the other process speaks another language");
-        memcpy(&target.base, place.data(), sizeof(uint64_t));
-        memcpy(&target.key, place.data() + sizeof(uint64_t), sizeof(uint64_t));
-        side.bare.connect(target);
-        if (arguments.csv != nullptr) csv = fopen(arguments.csv, "we");
-        if (arguments.csv != nullptr && csv == nullptr)
-            give_up(std::string("--csv ") + arguments.csv + ": " + strerror(errno));
-        if (csv != nullptr) fputs("figure,unit,engine,bare\n", csv);
+    using Sizes = std::vector<uint64_t>;
+    const bool quick = arguments.quick;
+    const Sizes singles = quick ? Sizes{16, 64, 1024, 8192} : Sizes{16, 64, 256, 1024, 4096, 8192, 32768};
+    const Sizes paged = quick ? Sizes{4, 18, 32} : Sizes{1, 4, 8, 16, 18, 32, 64};
+    constexpr uint64_t pages_depth = 256;          // of the bare loop
+    constexpr uint64_t slices = 16, slice = 16384; // of a scatter
+    constexpr uint64_t moved = 128 << 20;          // by a measurement of bandwidth
+    std::vector<Figure> all;
+    for (const bool read : {false, true}) {
+        const std::string verb = read ? "read" : "write";
+        for (const uint64_t length : {uint64_t{8}, uint64_t{65536}})
+            all.push_back({verb + " of " + size_text(length) + ", one at a time",
+                           "us",
+                           {.kind = Task::one_at_a_time, .read = read, .length = length, .count = 2000}});
+        for (const uint64_t kib : singles)
+            all.push_back({verb + "s of " + size_text(kib << 10) + ", depth " + std::to_string(arguments.depth),
+                           "Gb/s",
+                           {.kind = Task::window,
+                            .read = read,
+                            .length = kib << 10,
+                            .count = std::max<uint64_t>(moved / (kib << 10), 16),
+                            .depth = arguments.depth}});
+        for (const uint64_t kib : paged)
+            for (const uint64_t count : kib == 4 ? Sizes{100, 10000, 40960} : Sizes{100, 10000})
+                all.push_back(
+                    {verb + " of " + std::to_string(count) + " pages of " + size_text(kib << 10),
+                     "Gb/s",
+                     {.kind = Task::pages, .read = read, .length = kib << 10, .count = count, .depth = pages_depth}});
     }
-    ~Bench()
-    {
-        if (csv != nullptr) fclose(csv);
-    }
-    Bench(const Bench &) = delete;
-    Bench &operator=(const Bench &) = delete;
-
-    void run();
-
-private:
-    double engine_latency_us(uint64_t length);
-    double bare_latency_us(uint64_t length);
-    double engine_writes(uint64_t length, uint64_t count, size_t depth);
-    double engine_pages(uint64_t length, uint64_t count);
-    double bare_writes(uint64_t length, uint64_t count, uint64_t depth);
-    double post_ns();
-    template <typename Engine, typename Bare>
-    void compare(const std::string &figure, const char *unit, Engine engine, Bare bare);
-
-    static double seconds_since(Clock::time_point start)
-    {
-        return std::chrono::duration<double>(Clock::now() - start).count();
-    }
-    static double gigabytes(uint64_t length, uint64_t count, double seconds)
-    {
-        return static_cast<double>(length * count) / 1e9 / seconds;
-    }
-    static void wait_for(const Flag &flag)
-    {
-        const auto deadline = Clock::now() + std::chrono::seconds(60);
-        while (!flag.done.load(std::memory_order_acquire)) {
-            std::this_thread::yield();
-            if (Clock::now() > deadline) give_up("a write has not ended in a minute");
-        }
-        require(flag.status, "a write");
-    }
-
-    const Arguments &arguments;
-    Side side;
-    MrDesc there;
-    FILE *csv = nullptr;
-};
+    const std::string to_peers = " to " + std::to_string(arguments.peers) + " peers";
+    all.push_back({"scatter of " + std::to_string(slices) + " x " + size_text(slice) + to_peers,
+                   "us",
+                   {.kind = Task::scatter, .length = slice, .count = 500, .depth = slices}});
+    all.push_back({"barrier" + to_peers, "us", {.kind = Task::barrier, .length = 8, .count = 1000}});
+    all.push_back({"what a submit takes its caller",
+                   "ns",
+                   {.kind = Task::submit, .length = 8, .count = 4000, .depth = arguments.depth}});
+    return all;
+}
 
 double median(std::vector<double> values)
 {
@@ -203,152 +152,146 @@ double median(std::vector<double> values)
     return values[values.size() / 2];
 }
 
-// In turns, the first of a pair alternately the one and the other.
-template <typename Engine, typename Bare>
-void Bench::compare(const std::string &figure, const char *unit, Engine engine, Bare bare)
-{
-    std::vector<double> engines, bares, ratios;
-    engine(), bare(); // warm
-    for (int pair = 0; pair < arguments.pairs; ++pair) {
-        const double first = pair % 2 == 0 ? engine() : bare(), second = pair % 2 == 0 ? bare() : engine();
-        engines.push_back(pair % 2 == 0 ? first : second);
-        bares.push_back(pair % 2 == 0 ? second : first);
-        ratios.push_back(engines.back() / bares.back());
-        if (csv != nullptr) fprintf(csv, "%s,%s,%.6f,%.6f\n", figure.c_str(), unit, engines.back(), bares.back());
+// The results of one contestant, a pair each.
+struct Series {
+    std::vector<double> values, cpu_us; // `cpu_us`: of an operation
+    std::array<std::vector<double>, 3> percentiles_us;
+
+    void add(const Figure &figure, const Result &result)
+    {
+        values.push_back(figure.value(result));
+        cpu_us.push_back(result.cpu_seconds * 1e6 / static_cast<double>(figure.operations()));
+        for (size_t i = 0; i < percentiles_us.size(); ++i)
+            percentiles_us[i].push_back(result.percentiles[i] * 1e6);
     }
-    printf("%-34s %10.3f %10.3f  %-5s %8.3f\n", figure.c_str(), median(engines), median(bares), unit, median(ratios));
-}
+};
 
-double Bench::engine_latency_us(uint64_t length)
+class Report
 {
-    constexpr int samples = 500;
-    std::vector<double> all;
-    for (int i = 0; i < samples; ++i) {
-        Flag flag;
-        const auto start = Clock::now();
-        require(side.engine->submit_single_write(length, {}, side.handle, 0, there, 0, &flag), "submit_single_write()");
-        wait_for(flag);
-        all.push_back(seconds_since(start) * 1e6);
+public:
+    explicit Report(const char *path)
+    {
+        if (path == nullptr) return;
+        csv = fopen(path, "we");
+        if (csv == nullptr) give_up(std::string("--csv ") + path + ": " + strerror(errno));
+        fputs("figure,unit,contestant,pair,value,cpu_us_per_operation,p50_us,p99_us,p99.9_us\n", csv);
     }
-    return median(all);
-}
-
-double Bench::bare_latency_us(uint64_t length)
-{
-    constexpr int samples = 500;
-    std::vector<double> all;
-    for (int i = 0; i < samples; ++i) {
-        const auto start = Clock::now();
-        side.bare.write(1, length, 1, [](uint64_t) { return uint64_t{0}; });
-        all.push_back(seconds_since(start) * 1e6);
+    ~Report()
+    {
+        if (csv != nullptr) fclose(csv);
     }
-    return median(all);
-}
+    Report(const Report &) = delete;
+    Report &operator=(const Report &) = delete;
 
-// `depth` of them under way.
-double Bench::engine_writes(uint64_t length, uint64_t count, size_t depth)
-{
-    std::vector<Flag> flags(depth);
-    const uint64_t slots = memory_bytes / length;
-    const auto start = Clock::now();
-    for (uint64_t i = 0; i < count + depth; ++i) {
-        Flag &flag = flags[i % depth];
-        if (i >= depth) wait_for(flag);
-        if (i >= count) continue;
-        flag.done = false;
-        const uint64_t offset = i % slots * length;
-        require(side.engine->submit_single_write(length, {}, side.handle, offset, there, offset, &flag),
-                "submit_single_write()");
+    static void head()
+    {
+        printf("%-36s %10s %10s %-5s %7s %9s %9s   %s\n", "", "engine", "bare", "", "ratio", "CPU us", "bare",
+               "engine's p50/p99/p99.9, us");
     }
-    return gigabytes(length, count, seconds_since(start));
-}
 
-// One operation.
-double Bench::engine_pages(uint64_t length, uint64_t count)
-{
-    Pages pages{.indices = std::vector<uint32_t>(count), .stride = length};
-    for (uint64_t i = 0; i < count; ++i)
-        pages.indices[i] = static_cast<uint32_t>(i % (memory_bytes / length));
-    Pages same = pages;
-    Flag flag;
-    const auto start = Clock::now();
-    require(side.engine->submit_paged_writes(length, {}, side.handle, std::move(pages), there, std::move(same), &flag),
-            "submit_paged_writes()");
-    wait_for(flag);
-    return gigabytes(length, count, seconds_since(start));
-}
-
-double Bench::bare_writes(uint64_t length, uint64_t count, uint64_t depth)
-{
-    const uint64_t slots = memory_bytes / length;
-    const auto start = Clock::now();
-    side.bare.write(count, length, depth, [=](uint64_t i) { return i % slots; });
-    return gigabytes(length, count, seconds_since(start));
-}
-
-// What one submit takes on the caller's thread.
-double Bench::post_ns()
-{
-    constexpr size_t samples = 2000, depth = 16;
-    std::vector<Flag> flags(depth);
-    std::vector<double> all;
-    for (size_t i = 0; i < samples; ++i) {
-        Flag &flag = flags[i % depth];
-        if (i >= depth) wait_for(flag);
-        flag.done = false;
-        const auto start = Clock::now();
-        const Status status = side.engine->submit_single_write(8, {}, side.handle, 0, there, 0, &flag);
-        all.push_back(seconds_since(start) * 1e9);
-        require(status, "submit_single_write()");
-    }
-    for (const Flag &flag : flags)
-        wait_for(flag);
-    return median(all);
-}
-
-void Bench::run()
-{
-    printf("provider %s, %d pairs each, target: another process here\n\n", arguments.provider.c_str(), arguments.pairs);
-    printf("%-34s %10s %10s  %-5s %8s\n", "", "engine", "bare", "", "ratio");
-    compare(
-        "write of 8 bytes, depth 1", "us", [&] { return engine_latency_us(8); }, [&] { return bare_latency_us(8); });
-    for (const uint64_t kib : {16U, 64U, 1024U, 8192U}) {
-        const uint64_t length = kib << 10, count = std::max<uint64_t>((128 << 20) / length, 64);
-        compare(
-            "writes of " + std::to_string(kib) + " KiB, depth 16", "GB/s",
-            [&] { return engine_writes(length, count, 16); }, [&] { return bare_writes(length, count, 16); });
-    }
-    for (const uint64_t kib : {4U, 32U})
-        for (const uint64_t count : {100U, 10000U}) {
-            compare(
-                std::to_string(count) + " pages of " + std::to_string(kib) + " KiB", "GB/s",
-                [&] { return engine_pages(kib << 10, count); }, [&] { return bare_writes(kib << 10, count, 256); });
+    // Without a bare loop's results where that has none.
+    void row(const Figure &figure, const Series &engine, const Series *bare)
+    {
+        write_csv(figure, "engine", engine);
+        printf("%-36s %10.3f ", figure.name.c_str(), median(engine.values));
+        if (bare != nullptr) {
+            write_csv(figure, "bare", *bare);
+            std::vector<double> ratios;
+            for (size_t pair = 0; pair < engine.values.size(); ++pair)
+                ratios.push_back(engine.values[pair] / bare->values[pair]);
+            printf("%10.3f %-5s %7.2f %9.2f %9.2f", median(bare->values), figure.unit, median(ratios),
+                   median(engine.cpu_us), median(bare->cpu_us));
+        } else {
+            printf("%10s %-5s %7s %9.2f %9s", "", figure.unit, "", median(engine.cpu_us), "");
         }
-    printf("\none submit takes the caller %.0f ns (median)\n", post_ns());
+        const auto &p = engine.percentiles_us;
+        if (figure.task.kind != Task::window && figure.task.kind != Task::pages)
+            printf("   %.1f / %.1f / %.1f", median(p[0]), median(p[1]), median(p[2]));
+        puts("");
+        fflush(stdout);
+    }
+
+private:
+    void write_csv(const Figure &figure, const char *contestant, const Series &series)
+    {
+        if (csv == nullptr) return;
+        for (size_t pair = 0; pair < series.values.size(); ++pair)
+            fprintf(csv, "\"%s\",%s,%s,%zu,%.6f,%.6f,%.3f,%.3f,%.3f\n", figure.name.c_str(), figure.unit, contestant,
+                    pair, series.values[pair], series.cpu_us[pair], series.percentiles_us[0][pair],
+                    series.percentiles_us[1][pair], series.percentiles_us[2][pair]);
+    }
+
+    FILE *csv = nullptr;
+};
+
+void show_progress(const std::string &what)
+{
+    if (isatty(STDERR_FILENO) != 0) fprintf(stderr, "\r\033[K%s", what.c_str());
+}
+
+// In turns, the first of a pair alternately the one and the other; `bare` null: not by it.
+void compare(const Figure &figure, Contestant *engine, Contestant *bare, int pairs, Report *report)
+{
+    const bool both = figure.task.kind != Task::barrier && figure.task.kind != Task::submit;
+    Series engines, bares;
+    for (int pair = -1; pair < pairs; ++pair) { // the first is not counted: it warms
+        show_progress(figure.name + ", " + std::to_string(pair + 1) + " of " + std::to_string(pairs));
+        for (const bool is_engine : {pair % 2 == 0, pair % 2 != 0}) {
+            if (!is_engine && !both) continue;
+            const Result result = (is_engine ? engine : bare)->run(figure.task);
+            if (pair >= 0) (is_engine ? engines : bares).add(figure, result);
+        }
+    }
+    show_progress("");
+    report->row(figure, engines, both ? &bares : nullptr);
+}
+
+// In turns as well.
+void compare_with(const Tool &tool, Contestant *engine, int pairs)
+{
+    const Figure figure{
+        "", "Gb/s", {.kind = Task::window, .length = tool.length, .count = tool.count, .depth = tool.depth}};
+    std::vector<double> engines, tools, ratios;
+    for (int pair = 0; pair < pairs; ++pair) {
+        show_progress(tool.name + ", " + std::to_string(pair + 1) + " of " + std::to_string(pairs));
+        engines.push_back(figure.value(engine->run(figure.task)));
+        tools.push_back(run(tool));
+        ratios.push_back(engines.back() / tools.back());
+    }
+    show_progress("");
+    printf("\nwrites of %s, depth %ju: engine %.3f Gb/s, %s %.3f Gb/s, ratio %.2f\n", size_text(tool.length).c_str(),
+           static_cast<uintmax_t>(tool.depth), median(engines), tool.name.c_str(), median(tools), median(ratios));
 }
 
 } // namespace
 
 int main(int argc, char **argv)
-{
+try {
     const Arguments arguments = parse_arguments(argc, argv);
-    int sockets[2];
-    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) != 0)
-        give_up(std::string("socketpair(): ") + strerror(errno));
-    const pid_t child = fork(); // before anything is opened: adapters do not survive a fork
-    if (child < 0) give_up(std::string("fork(): ") + strerror(errno));
-    close(sockets[child == 0 ? 0 : 1]);
-    try {
-        if (child == 0) {
-            be_target(arguments, sockets[1]);
-            return EXIT_SUCCESS;
-        }
-        Bench(arguments, sockets[0]).run();
-    } catch (const std::exception &error) {
-        give_up(error.what());
-    }
-    close(sockets[0]);
-    int status = 0;
-    if (waitpid(child, &status, 0) != child || status != 0) give_up("the target failed");
+    const size_t colon = arguments.nic.find(':');
+    const bool verbs = arguments.nic.starts_with("verbs:");
+    if (!verbs && !arguments.nic.starts_with("ofi:")) give_up("--nic " + arguments.nic + ": not ofi:... or verbs:...");
+    const std::string name = arguments.nic.substr(colon + 1);
+
+    Contestant engine(
+        [&](std::span<uint8_t> memory, size_t peers) { return engine_side(arguments.nic, memory, peers); },
+        arguments.peers);
+    Contestant bare(
+        [&](std::span<uint8_t> memory, size_t peers) {
+            return verbs ? bare_verbs_side(name, memory, peers) : bare_ofi_side(name, memory, peers);
+        },
+        arguments.peers);
+
+    printf(
+        "%s, %d pairs, median; %ld processors here. CPU: of an operation, all threads of the process that begins it; "
+        "they spin.\n\n",
+        arguments.nic.c_str(), arguments.pairs, sysconf(_SC_NPROCESSORS_ONLN));
+    Report report(arguments.csv);
+    Report::head();
+    for (const Figure &figure : choose_figures(arguments))
+        compare(figure, &engine, &bare, arguments.pairs, &report);
+    if (const auto tool = tool_for(arguments.nic)) compare_with(*tool, &engine, arguments.pairs);
     return EXIT_SUCCESS;
+} catch (const std::exception &error) {
+    give_up(error.what());
 }
