@@ -11,7 +11,7 @@ namespace transfer_engine
 class TransferEngine::Engine
 {
 public:
-    explicit Engine(Options options) : shared(std::move(options)), watcher(&shared.callbacks, shared.options.spin) {}
+    explicit Engine(Options options) : shared(std::move(options)), watcher(&shared.callbacks, shared.options) {}
 
     Shared shared;
     Watcher watcher;

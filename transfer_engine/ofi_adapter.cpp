@@ -1,6 +1,8 @@
 // ofi_adapter.cpp: opens adapters and endpoints of libfabric, registers memory, checks addresses.
 #include "ofi_adapter.hpp"
 
+#include "cuda.hpp"
+
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -37,41 +39,43 @@ ProviderInfo make_hints(const std::string &provider)
 {
     ProviderInfo hints(fi_allocinfo());
     if (hints == nullptr) return nullptr;
-    hints->caps = FI_MSG | FI_RMA;
     hints->mode = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
     hints->ep_attr->type = FI_EP_RDM;
-    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
     hints->domain_attr->threading = FI_THREAD_SAFE; // register_memory()
     hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
-    hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;
     hints->fabric_attr->prov_name = strdup(provider.c_str());
     return hints;
 }
 
-// The provider's first domain of that name.
+// The provider's first domain of that name. What it may do without is left out by and by: memory of GPUs first. That is
+// asked for only where there is a GPU: shm gives up its fastest way between processes (CMA) for it.
 Status find_info(const std::string &provider, const std::string &domain_name, ProviderInfo *info)
 {
     constexpr uint32_t api_version = FI_VERSION(1, 17);
     const std::string call = "fi_getinfo(" + provider + (domain_name.empty() ? "" : ", " + domain_name) + ")";
     const ProviderInfo hints = make_hints(provider);
     if (hints == nullptr) return ofi_failed("fi_allocinfo()", -FI_ENOMEM);
-    fi_info *list = nullptr;
-    int error = fi_getinfo(api_version, nullptr, nullptr, 0, hints.get(), &list);
-    if (error == -FI_ENODATA) {
-        hints->tx_attr->op_flags = 0;
-        error = fi_getinfo(api_version, nullptr, nullptr, 0, hints.get(), &list);
-    }
-    if (error == -FI_ENODATA) return unsupported(call + ": no such provider, or none with messages and RMA");
-    if (error != 0) return ofi_failed(call, error);
-
-    const ProviderInfo found(list);
+    const bool have_gpus = CudaDriver::of_this_process().status().ok();
     std::string names;
-    for (const fi_info *each = list; each != nullptr && *info == nullptr; each = each->next) {
-        const std::string name = each->domain_attr->name; // given as a hint, not every provider would look at it
-        if (domain_name.empty() || name == domain_name) info->reset(fi_dupinfo(each));
-        if (names.find(name) == std::string::npos) names += (names.empty() ? "" : ", ") + name;
+    for (const auto &[op_flags, gpus] : {std::pair(FI_DELIVERY_COMPLETE, true), std::pair(FI_DELIVERY_COMPLETE, false),
+                                         std::pair(0ULL, true), std::pair(0ULL, false)}) {
+        if (*info != nullptr || (gpus && !have_gpus)) continue;
+        hints->caps = FI_MSG | FI_RMA | (gpus ? FI_HMEM : 0);
+        hints->domain_attr->mr_mode =
+            FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | (gpus ? FI_MR_HMEM : 0);
+        hints->tx_attr->op_flags = op_flags;
+        fi_info *list = nullptr;
+        const int error = fi_getinfo(api_version, nullptr, nullptr, 0, hints.get(), &list);
+        if (error != 0 && error != -FI_ENODATA) return ofi_failed(call, error);
+        const ProviderInfo found(list);
+        for (const fi_info *each = list; each != nullptr && *info == nullptr; each = each->next) {
+            const std::string name = each->domain_attr->name; // given as a hint, not every provider would look at it
+            if (domain_name.empty() || name == domain_name) info->reset(fi_dupinfo(each));
+            if (names.find(name) == std::string::npos) names += (names.empty() ? "" : ", ") + name;
+        }
     }
+    if (names.empty()) return unsupported(call + ": no such provider, or none with messages and RMA");
     if (*info == nullptr) return invalid(call + ": no such domain; there are: " + names);
     const size_t data_size = (*info)->domain_attr->cq_data_size;
     if (data_size >= sizeof(uint32_t)) return {};
@@ -119,20 +123,29 @@ Status OfiAdapter::open(const std::string &provider, const std::string &domain_n
 
 Status OfiAdapter::register_memory(void *start, uint64_t length, int device, MemoryKeys *keys)
 {
-    const std::string call = "fi_mr_reg(" + std::to_string(length) + " bytes)";
-    if (device != host)
-        return unsupported("register_memory(device " + std::to_string(device) + "): memory of the host only");
+    const std::string call = "fi_mr_regattr(" + std::to_string(length) + " bytes" + (device == host ? ")" : ", CUDA)");
     if (start == nullptr || length == 0) return invalid(call + ": nothing to register");
-    constexpr uint64_t access = FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+    if (device != host) {
+        if (Status status = CudaDriver::of_this_process().check_memory(device, start); !status.ok()) return status;
+        // Without it libfabric would take the memory for the host's.
+        if ((info->caps & FI_HMEM) == 0)
+            return unsupported(call + ": " + info->fabric_attr->prov_name + " has no FI_HMEM for memory of GPUs");
+    }
+    const iovec range{.iov_base = start, .iov_len = length};
+    fi_mr_attr wanted{};
+    wanted.mr_iov = &range;
+    wanted.iov_count = 1;
+    wanted.access = FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+    wanted.iface = device == host ? FI_HMEM_SYSTEM : FI_HMEM_CUDA;
+    if (device != host) wanted.device.cuda = device;
     constexpr int most_tries = 1000;
     Closed<fid_mr> region;
     uint64_t handle = 0;
     int error = -FI_ENOKEY; // in use: few bytes of key come round again
     for (int tries = 0; error == -FI_ENOKEY && tries < most_tries; ++tries) {
         handle = next_key.fetch_add(1);
-        error = open_into(&region, [&](auto **made) {
-            return fi_mr_reg(domain.get(), start, length, access, 0, handle & key_mask, 0, made, nullptr);
-        });
+        wanted.requested_key = handle & key_mask;
+        error = open_into(&region, [&](auto **made) { return fi_mr_regattr(domain.get(), &wanted, 0, made); });
     }
     if (error != 0) return ofi_failed(call, error);
     keys->local = std::bit_cast<uint64_t>(fi_mr_desc(region.get()));

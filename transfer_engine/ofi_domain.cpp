@@ -100,6 +100,7 @@ void read_completions(fid_cq *completions, const Events &events, const Completed
             if (count <= 0) return;
             for (size_t i = 0; i < static_cast<size_t>(count); ++i)
                 completed(entries[i]);
+            if (static_cast<size_t>(count) < batch) return; // another look would cost tcp its system calls again
             room -= static_cast<size_t>(count);
         }
     }
@@ -115,6 +116,7 @@ public:
     {
         return std::min<uint64_t>(adapter.info->ep_attr->max_msg_size, longest);
     }
+    std::string pci_address() const override;
     Status register_memory(void *start, uint64_t length, int device, MemoryKeys *keys) override
     {
         return adapter.register_memory(start, length, device, keys);
@@ -197,6 +199,16 @@ Status OfiDomain::open(const std::string &provider, const std::string &domain_na
         if (error != 0) return ofi_failed("fi_recv(for remote data)", error);
     }
     return {};
+}
+
+std::string OfiDomain::pci_address() const
+{
+    const fi_bus_attr *const bus = adapter.info->nic != nullptr ? adapter.info->nic->bus_attr : nullptr;
+    if (bus == nullptr || bus->bus_type != FI_BUS_PCI) return {};
+    const fi_pci_attr &pci = bus->attr.pci;
+    std::array<char, 16> text{};
+    snprintf(text.data(), text.size(), "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id, pci.function_id);
+    return text.data();
 }
 
 Status OfiDomain::insert(Peer *peer) const

@@ -123,6 +123,7 @@ using WatcherCallback = std::function<void(uint64_t before, uint64_t now)>;
 using PeerDownCallback = std::function<void(const NetAddr &, const Status &)>;
 
 // Set when an operation has ended: `status` may be read once done is true (acquire). It has to live until then.
+// done.wait(false) sleeps until it is.
 struct Flag {
     std::atomic<bool> done{false};
     Status status;
@@ -135,8 +136,8 @@ constexpr auto default_timeout = std::chrono::nanoseconds::zero(); // Options::t
 constexpr auto no_timeout = std::chrono::nanoseconds::max();
 
 class Domain; // one adapter; domain.hpp
-// Opens an adapter: called once, on the worker's thread, after that has been bound to its processor (T9). Null, and
-// *status set, when it cannot.
+// Opens an adapter: called on the worker's thread; once more for the first of a group, when that has bound the thread
+// (T9). Null, and *status set, when it cannot.
 using OpenDomain = std::function<std::unique_ptr<Domain>(Status *status)>;
 
 // An adapter by libfabric (T12): provider such as "efa", "tcp;ofi_rxm", "shm"; `domain` as fi_info names it, "" for
@@ -155,7 +156,9 @@ constexpr int host = -1; // a `device`: memory of the host; else the number of a
 struct GroupOptions {
     int device = host;
     std::vector<OpenDomain> nics; // one to most_nics; as many as every peer has (T10)
-    int core = -1;                // where the worker runs; -1: not bound
+    // Where the worker runs. -1: on the cores of the first adapter's NUMA node, as far as the thread that opens the
+    // engine may run there; not bound when that adapter is no PCI device (SoftRoCE, tcp, shm) or there is one node.
+    int core = -1;
 };
 
 struct Options {
@@ -195,8 +198,9 @@ public:
 
     // Registers memory with every adapter of the device's group, for local use and for peers to read and
     // write (T3). It takes time (pages are pinned), on the caller's thread. Each call registers anew, whatever
-    // was registered before. `region` may be null. `device` host or a GPU that a group is for; unsupported where it
-    // cannot be.
+    // was registered before. `region` may be null. `device`: host, or a GPU that a group is for, by the number that
+    // CUDA gives it. Memory of a GPU that is managed, or of another one, is invalid; unsupported, with the reason,
+    // where there is no CUDA driver or an adapter cannot reach the GPU.
     Status reg_mr(void *start, uint64_t length, int device, MrHandle *handle, MrDesc *region);
     // Invalid while operations use it: they still read or write it. Peers that use it fail from then on.
     Status dereg_mr(MrHandle handle);
@@ -246,9 +250,12 @@ public:
                             std::chrono::nanoseconds timeout = no_timeout);
 
     // A word for a producer, a CPU or a GPU, to increase (T8). `changed` is called with its last and its
-    // present value; changes in quick succession are one call. Null when there is no memory for it.
+    // present value; changes in quick succession are one call. Null when there is no memory for it. Where there is a
+    // GPU, all of them reach the word at this address; one releases in system scope what it wrote before. For that,
+    // the first word takes the primary context of the first GPU that a group is for, else of GPU 0.
     uint64_t *alloc_uvm_watcher(WatcherCallback changed);
-    // `changed` is not called any more when this returns, unless it is called by `changed`. The word is void.
+    // `changed` is not called any more when this returns, unless it is called by `changed`. The word is void; a later
+    // watcher may get it.
     void free_uvm_watcher(uint64_t *word);
 
     // Called for each connection to a peer's adapter that is lost. Set it before the first operation.

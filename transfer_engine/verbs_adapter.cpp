@@ -1,10 +1,14 @@
 // verbs_adapter.cpp: see verbs_adapter.hpp.
 #include "verbs_adapter.hpp"
 
+#include "cuda.hpp"
+
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <fcntl.h>
 #include <sys/random.h>
+#include <unistd.h>
 
 namespace transfer_engine
 {
@@ -201,6 +205,48 @@ Status VerbsAdapter::make_queues()
         if (*queue == nullptr) return verbs_failed("ibv_create_srq(" + std::to_string(depth) + ")", errno);
     }
     return {};
+}
+
+// Relaxed ordering lets the writes of the adapter overtake each other, which is faster, but not their completion: that
+// is a write without it. A device that does not know it may refuse.
+template <typename Register> static MemoryRegion with_access(Register register_it)
+{
+    constexpr unsigned access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+    MemoryRegion region(register_it(access | IBV_ACCESS_RELAXED_ORDERING));
+    if (region == nullptr && errno != ENOMEM) region.reset(register_it(access));
+    return region;
+}
+
+// Memory of a GPU as a dmabuf, where its driver and the adapter's have that; else by its address, which means something
+// to the kernel where nvidia-peermem is loaded.
+Status VerbsAdapter::register_memory(void *start, uint64_t length, int device, MemoryRegion *region) const
+{
+    const std::string bytes = std::to_string(length) + " bytes", call = "ibv_reg_mr(" + bytes + ")";
+    Status status;
+    if (device != host) {
+        const CudaDriver &driver = CudaDriver::of_this_process();
+        int dmabuf = -1;
+        uint64_t offset = 0;
+        status = driver.check_memory(device, start);
+        if (!status.ok()) return status;
+        status = driver.export_dmabuf(device, start, length, &dmabuf, &offset);
+        if (status.ok()) {
+            *region = with_access([&](unsigned access) {
+                return ibv_reg_dmabuf_mr(pd.get(), offset, length, std::bit_cast<uintptr_t>(start), dmabuf,
+                                         static_cast<int>(access));
+            });
+            const int error = errno;
+            close(dmabuf); // the region keeps the buffer
+            if (*region != nullptr) return {};
+            status = verbs_failed("ibv_reg_dmabuf_mr(" + bytes + ")", error);
+        }
+    }
+    *region = with_access([&](unsigned access) { return ibv_reg_mr(pd.get(), start, length, access); });
+    if (*region != nullptr) return {};
+    const int error = errno;
+    if (device == host) return verbs_failed(call + (error == ENOMEM ? ", 'ulimit -l' limits it" : ""), error);
+    return {.code = Code::unsupported,
+            .message = status.message + "; nor by nvidia-peermem: " + verbs_failed(call, error).message};
 }
 
 uint8_t VerbsAdapter::rd_atomic() const

@@ -73,6 +73,9 @@ struct VerbsAdapter {
     // gid_index -1: the first of RoCE v2 that is routable.
     Status open(const std::string &device, int wanted_gid);
 
+    // Any thread.
+    Status register_memory(void *start, uint64_t length, int device, MemoryRegion *region) const;
+
     uint8_t rd_atomic() const; // reads under way that it can begin, and serve
     ibv_ah_attr path_to(const VerbsAddress &place) const;
 

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <arpa/inet.h>
 #include <bit>
+#include <filesystem>
 #include <mutex>
 #include <set>
 #include <string_view>
@@ -46,6 +47,7 @@ public:
 
     NetAddr address() const override { return own_address; }
     uint64_t longest_request() const override { return std::min<uint64_t>(adapter.port.max_msg_sz, longest); }
+    std::string pci_address() const override;
     Status register_memory(void *start, uint64_t length, int device, MemoryKeys *keys) override;
     void deregister_memory(const MemoryKeys &keys) override;
     Status find_peer(const NetAddr &address, uint32_t *peer) override;
@@ -101,8 +103,9 @@ private:
     std::unordered_map<uint32_t, std::unique_ptr<VerbsPeer>> peers; // by number
     std::unordered_map<NetAddr, VerbsPeer *, HashAddress> peers_by_address;
     uint32_t last_number = 0;
-    std::vector<VerbsPeer *> watched; // connecting or broken
-    size_t send_room = 0;             // completions that the queue has room for
+    std::vector<VerbsPeer *> watched;        // connecting or broken
+    std::vector<std::future<void>> closings; // of queue pairs whose peer has ended
+    size_t send_room = 0;                    // completions that the queue has room for
 
     std::array<ibv_recv_wr, batch> immediate_receives{}; // a chain; they have no buffers
     size_t immediates_missing = 0;
@@ -142,28 +145,21 @@ Status VerbsDomain::open(const std::string &device, int gid_index)
     return status;
 }
 
+// What its link to a device ends with; SoftRoCE has none.
+std::string VerbsDomain::pci_address() const
+{
+    std::error_code none;
+    return std::filesystem::read_symlink(std::string(adapter.context->device->ibdev_path) + "/device", none).filename();
+}
+
 // ------------------------------------------------------------------------------------------- memory
 
 Status VerbsDomain::register_memory(void *start, uint64_t length, int device, MemoryKeys *keys)
 {
-    const std::string call = "ibv_reg_mr(" + std::to_string(length) + " bytes)";
-    if (device != host)
-        return {.code = Code::unsupported,
-                .message = call + ": memory of GPU " + std::to_string(device) +
-                           "; adapters by libibverbs register memory of the host only"};
-    // Relaxed ordering lets the writes of the adapter overtake each other, which is faster, but not their
-    // completion: that is a write without it. A device that does not know it may refuse.
-    constexpr unsigned access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
-    ibv_mr *region = ibv_reg_mr(adapter.pd.get(), start, length, access | IBV_ACCESS_RELAXED_ORDERING);
-    if (region == nullptr && errno != ENOMEM) region = ibv_reg_mr(adapter.pd.get(), start, length, access);
-    if (region == nullptr) {
-        const int error = errno;
-        return verbs_failed(call + (error == ENOMEM ? ", 'ulimit -l' limits it" : ""), error);
-    }
-    *keys = {.local = region->lkey,
-             .remote = region->rkey,
-             .base = reinterpret_cast<uintptr_t>(start),
-             .handle = reinterpret_cast<uintptr_t>(region)};
+    MemoryRegion region;
+    if (Status status = adapter.register_memory(start, length, device, &region); !status.ok()) return status;
+    *keys = {.local = region->lkey, .remote = region->rkey, .base = std::bit_cast<uint64_t>(start), .handle = 0};
+    keys->handle = std::bit_cast<uint64_t>(region.release());
     return {};
 }
 
@@ -287,6 +283,11 @@ void VerbsDomain::abort(uint32_t peer)
         break_connection(found, Code::peer_down, "the connection was given up");
 }
 
+static bool is_over(const std::future<void> &closing)
+{
+    return closing.wait_for(std::chrono::seconds(0)) != std::future_status::timeout;
+}
+
 // False when it need not be watched any more: it is connected, or has ended.
 bool VerbsDomain::look_after(VerbsPeer *peer, Clock::time_point now)
 {
@@ -295,7 +296,9 @@ bool VerbsDomain::look_after(VerbsPeer *peer, Clock::time_point now)
         return false;
     }
     if (peer->broken) {
-        const bool over = receives_emptied && peer->drained(now);
+        if (!peer->closing.valid() && receives_emptied && peer->drained(now)) peer->close();
+        // What has not retired ends when the adapter lets go of its memory, and not before.
+        const bool over = peer->closing.valid() && (peer->under_way() == 0 || is_over(peer->closing));
         if (over) end(peer);
         return !over;
     }
@@ -310,8 +313,12 @@ bool VerbsDomain::look_after(VerbsPeer *peer, Clock::time_point now)
 
 void VerbsDomain::end(VerbsPeer *peer)
 {
+    if (peer->under_way() > 0)
+        peer->closing.get(); // it is over; or is done here, where there was no thread to be had
+    else
+        closings.push_back(std::move(peer->closing));
     for (VerbsQueue *queue : {&peer->data, &peer->messages})
-        for (queue->close(); queue->under_way() > 0; ++send_room)
+        for (; queue->under_way() > 0; ++send_room)
             emit({.kind = Event::retired,
                   .code = Code::peer_down,
                   .peer = peer->number,
@@ -328,6 +335,7 @@ void VerbsDomain::look_around_for_peers()
     const auto now = Clock::now();
     const bool some_broken = std::ranges::any_of(watched, &VerbsPeer::broken);
     std::erase_if(watched, [&](VerbsPeer *peer) { return !look_after(peer, now); });
+    std::erase_if(closings, is_over);
     // After that: what an event says of receives is true of those that the next poll() finds.
     if (some_broken || polls % look_around == 0) take_device_events();
 }

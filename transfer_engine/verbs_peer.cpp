@@ -44,6 +44,7 @@ Status VerbsQueue::open(const VerbsAdapter &adapter, ibv_srq *receives, RequestN
     pair.reset(ibv_create_qp(adapter.pd.get(), &wanted));
     if (pair == nullptr) return verbs_failed("ibv_create_qp(RC, " + std::to_string(depth) + " deep)", errno);
 
+    pair_number = pair->qp_num;
     name = {.kind = kind, .number = peer};
     psn = static_cast<uint32_t>(random_number() & 0xffffff);
     contexts.resize(depth);
@@ -88,7 +89,7 @@ Status VerbsQueue::connect(ibv_ah_attr path, const QueuePairNumber &remote, ibv_
 
 void VerbsQueue::break_off()
 {
-    // Where this fails the device is gone, and close() ends what is posted.
+    // Where this fails the device is gone, and VerbsPeer::close() ends what is posted.
     ibv_qp_attr error{};
     error.qp_state = IBV_QPS_ERR;
     if (pair != nullptr) ibv_modify_qp(pair.get(), &error, IBV_QP_STATE);
@@ -177,6 +178,15 @@ bool VerbsPeer::drained(Clock::time_point now) const
 {
     if (now - since >= forced_after) return true;
     return under_way() == 0 && (quiet_queues == 2 || now - since >= quiet_after);
+}
+
+void VerbsPeer::close()
+{
+    closing = std::async(std::launch::async | std::launch::deferred,
+                         [first = data.take_away(), second = messages.take_away()]() mutable {
+                             first.reset();
+                             second.reset();
+                         });
 }
 
 } // namespace transfer_engine

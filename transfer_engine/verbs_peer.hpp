@@ -24,8 +24,8 @@ public:
     Status connect(ibv_ah_attr path, const QueuePairNumber &remote, ibv_mtu mtu, uint8_t rd_atomic);
     // Moves it to the error state: what is posted retires with an error, in the queue of completions.
     void break_off();
-    // When this returns the adapter uses no memory of what was posted; its completions may be lost.
-    void close() { pair.reset(); }
+    // To be destroyed: from then on the adapter uses no memory of what was posted. Its completions may be lost.
+    QueuePair take_away() { return std::move(pair); }
 
     static constexpr size_t longest_chain = 4; // T13
 
@@ -37,13 +37,13 @@ public:
     uint64_t retire_oldest() { return contexts[retired++ & (depth - 1)]; }
     uint32_t under_way() const { return posted - retired; }
 
-    QueuePairNumber number() const { return {.number = pair->qp_num, .psn = psn}; }
+    QueuePairNumber number() const { return {.number = pair_number, .psn = psn}; }
     const ibv_qp *get() const { return pair.get(); }
 
 private:
     QueuePair pair;
     RequestName name; // of the next
-    uint32_t psn = 0, depth = 0;
+    uint32_t pair_number = 0, psn = 0, depth = 0;
     uint32_t posted = 0, retired = 0; // ever, modulo 2^32
     std::vector<uint64_t> contexts;   // of what is under way, a ring of `depth`
     // The templates: what is the same in every request is filled once.
@@ -67,6 +67,7 @@ struct VerbsPeer {
     Clock::time_point since;   // when it broke
     unsigned quiet_queues = 0; // that take no more receives (IBV_EVENT_QP_LAST_WQE_REACHED)
     bool watched = false;      // in VerbsDomain's list of those that time matters to
+    std::future<void> closing; // valid from close() on
 
     VerbsPeer(const NetAddr &net_address, const VerbsAddress &parsed, uint32_t peer_number, const Dialogue &begun)
         : address(net_address), place(parsed), number(peer_number), dialogue(begun)
@@ -85,6 +86,9 @@ struct VerbsPeer {
     size_t post(std::span<const WorkRequest> requests, size_t most, int *error);
     // Both queue pairs take nothing any more, and all there was to tell of them has been told.
     bool drained(Clock::time_point now) const;
+    // Destroys both queue pairs, on a thread of its own: SoftRoCE waits there for frames that its interface still has,
+    // which is for ever on a link that is down.
+    void close();
 };
 
 } // namespace transfer_engine

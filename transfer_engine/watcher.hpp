@@ -8,10 +8,10 @@
 namespace transfer_engine
 {
 
-// One watched word. It has a cache line of its own.
+// One watched word.
 struct Watch {
-    alignas(64) std::atomic<uint64_t> word{0};
-    alignas(64) uint64_t told = 0; // what the callback was last given; the watcher's thread
+    std::shared_ptr<std::atomic<uint64_t>> word; // in a cache line of its own
+    uint64_t told = 0;                           // what the callback was last given; the watcher's thread
     WatcherCallback changed;
     std::mutex calling; // held while it is called
     bool freed = false; // under `calling`
@@ -23,12 +23,13 @@ struct Watch {
 class Watcher
 {
 public:
-    Watcher(CallbackThread *callbacks, bool spin) : callback_thread(callbacks), spins(spin) {}
+    Watcher(CallbackThread *callbacks, const Options &options);
     ~Watcher() { stop(); }
     Watcher(const Watcher &) = delete;
     Watcher &operator=(const Watcher &) = delete;
 
-    // Its thread starts with the first. Null after stop().
+    // Its thread starts with the first. Null after stop(), and when there is no memory that a GPU of the engine's
+    // reaches.
     uint64_t *alloc(WatcherCallback changed);
     void free(const uint64_t *word);
     // What has changed by now is told first.
@@ -40,8 +41,12 @@ private:
 
     CallbackThread *callback_thread;
     const bool spins;
+    const int gpu;    // the first that the engine serves; or host
     std::mutex mutex; // of what follows
     std::vector<std::shared_ptr<Watch>> watches;
+    // Of watches that were freed, for the next. To free memory that a GPU reaches may take until its kernels have ended
+    // (CUDA Programming Guide, "Implicit Synchronization"), and they may wait for a call.
+    std::vector<std::shared_ptr<std::atomic<uint64_t>>> unused_words;
     bool stopped = false;
     std::atomic<uint64_t> version{0}; // of `watches`
     std::atomic<bool> stopping{false};

@@ -92,14 +92,19 @@ link_up() {
   packet_across
 }
 
-# Both nodes up, the wire too, and a server of 256 MiB; then as if nothing had been.
-setup_nodes() {
+# Both nodes up, the wire too.
+nodes_up() {
   local name
   mkdir -p "$share"
   for name in node-a node-b; do
     node run "$name" true 2>/dev/null || node boot "$name"
   done
   link_up
+}
+
+# And a server of 256 MiB; then as if nothing had been.
+setup_nodes() {
+  nodes_up
   node run node-a tests/nodes/pace 400mbit
   rm -f "$share"/{received*,armed,fault,reader.*}
   server_is_up || start_server --size 256M

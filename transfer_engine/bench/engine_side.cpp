@@ -33,6 +33,9 @@ public:
     {
         Options options;
         options.groups.resize(1);
+        // A peer on libfabric moves only when it is polled. By verbs its adapter does, and a spinning worker takes the
+        // processor that SoftRoCE is to have.
+        options.spin = nic.starts_with("ofi:");
         require(nic_from_text(nic, &options.groups[0].nics.emplace_back()), "nic_from_text()");
         Status status;
         engine = TransferEngine::open(std::move(options), &status);
