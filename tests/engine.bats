@@ -45,6 +45,18 @@ prefill_decode() {
 @test "prefill_decode over shm, one adapter" { prefill_decode ofi:shm; }
 @test "prefill_decode over shm, two adapters" { prefill_decode ofi:shm ofi:shm; }
 
+@test "te_bench compares the engine with a bare loop" {
+  local bench=$project/build/engine/bench/te_bench
+  run timeout 100 "$bench" --quick --pairs 1 --nic ofi:shm --csv "$BATS_TEST_TMPDIR/figures"
+  [[ $status -eq 0 && $output == *"writes of 16 KiB at depth 16 "*"read of 10000 pages of 4 KiB "*"barrier to 2 peers "* ]] || { echo "$output"; return 1; }
+  # figure, unit, contestant, pair, value, ...: every value is one
+  awk -F, 'NR > 1 && $5 + 0 <= 0 { exit 1 } END { if (NR < 40) exit 1 }' "$BATS_TEST_TMPDIR/figures" || { cat "$BATS_TEST_TMPDIR/figures"; return 1; }
+  run timeout 10 "$bench" --pairs 0
+  [[ $status -eq 1 && $output == *"--pairs 0: not a number from 1 to 1000"* ]] || { echo "$output"; return 1; }
+  run timeout 20 "$bench" --nic ofi:nosuch
+  [[ $status -eq 1 && $output == *nosuch* ]] || { echo "$output"; return 1; }
+}
+
 @test "wrong arguments are told" {
   local program=$project/build/engine/examples/prefill_decode
   run timeout 10 "$program" --nic ofi

@@ -62,7 +62,7 @@ struct Target { // followed by the provider's address
 class BareOfiSide final : public BareSide
 {
 public:
-    BareOfiSide(const std::string &provider, std::span<uint8_t> memory, size_t peers);
+    BareOfiSide(const std::string &provider, std::span<uint8_t> bytes, size_t peers);
     Bytes describe(size_t peer) override;
     void connect(size_t peer, const Bytes &description) override;
     void serve(int socket) override;

@@ -32,12 +32,12 @@ struct Target {
 class BareVerbsSide final : public BareSide
 {
 public:
-    BareVerbsSide(const std::string &device, std::span<uint8_t> memory, size_t peers);
+    BareVerbsSide(const std::string &device, std::span<uint8_t> bytes, size_t peers);
     Bytes describe(size_t peer) override;
     void connect(size_t peer, const Bytes &description) override;
 
 private:
-    void open(const std::string &device);
+    void open(const std::string &name);
     void find_gid();
     bool post(size_t peer, bool read, uint64_t offset, uint64_t length) override;
     uint64_t poll() override;

@@ -95,6 +95,8 @@ struct Figure {
         if (is_time) return result.percentiles[0] * (unit[0] == 'u' ? 1e6 : 1e9);
         return static_cast<double>(task.length * operations()) * 8 / 1e9 / result.seconds;
     }
+    // Whether one operation was timed at a time.
+    bool has_percentiles() const { return task.kind != Task::window && task.kind != Task::pages; }
     uint64_t operations() const { return task.kind == Task::scatter ? task.count * task.depth : task.count; }
 };
 
@@ -117,11 +119,11 @@ std::vector<Figure> choose_figures(const Arguments &arguments)
     for (const bool read : {false, true}) {
         const std::string verb = read ? "read" : "write";
         for (const uint64_t length : {uint64_t{8}, uint64_t{65536}})
-            all.push_back({verb + " of " + size_text(length) + ", one at a time",
+            all.push_back({"single " + verb + " of " + size_text(length),
                            "us",
                            {.kind = Task::one_at_a_time, .read = read, .length = length, .count = 2000}});
         for (const uint64_t kib : singles)
-            all.push_back({verb + "s of " + size_text(kib << 10) + ", depth " + std::to_string(arguments.depth),
+            all.push_back({verb + "s of " + size_text(kib << 10) + " at depth " + std::to_string(arguments.depth),
                            "Gb/s",
                            {.kind = Task::window,
                             .read = read,
@@ -205,8 +207,7 @@ public:
             printf("%10s %-5s %7s %9.2f %9s", "", figure.unit, "", median(engine.cpu_us), "");
         }
         const auto &p = engine.percentiles_us;
-        if (figure.task.kind != Task::window && figure.task.kind != Task::pages)
-            printf("   %.1f / %.1f / %.1f", median(p[0]), median(p[1]), median(p[2]));
+        if (figure.has_percentiles()) printf("   %.1f / %.1f / %.1f", median(p[0]), median(p[1]), median(p[2]));
         puts("");
         fflush(stdout);
     }
@@ -215,10 +216,13 @@ private:
     void write_csv(const Figure &figure, const char *contestant, const Series &series)
     {
         if (csv == nullptr) return;
-        for (size_t pair = 0; pair < series.values.size(); ++pair)
-            fprintf(csv, "\"%s\",%s,%s,%zu,%.6f,%.6f,%.3f,%.3f,%.3f\n", figure.name.c_str(), figure.unit, contestant,
-                    pair, series.values[pair], series.cpu_us[pair], series.percentiles_us[0][pair],
-                    series.percentiles_us[1][pair], series.percentiles_us[2][pair]);
+        for (size_t pair = 0; pair < series.values.size(); ++pair) {
+            fprintf(csv, "%s,%s,%s,%zu,%.6f,%.6f", figure.name.c_str(), figure.unit, contestant, pair,
+                    series.values[pair], series.cpu_us[pair]);
+            for (const auto &percentile : series.percentiles_us)
+                figure.has_percentiles() ? fprintf(csv, ",%.3f", percentile[pair]) : fputs(",", csv);
+            fputs("\n", csv);
+        }
     }
 
     FILE *csv = nullptr;

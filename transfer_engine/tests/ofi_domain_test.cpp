@@ -41,7 +41,7 @@ TEST_P(OfiDomainTest, registers_memory)
     a.domain->deregister_memory(first);
     a.domain->deregister_memory(second);
 
-    EXPECT_EQ(a.domain->register_memory(more.data(), 8192, 0, &first).code, Code::unsupported);
+    EXPECT_FALSE(a.domain->register_memory(more.data(), 8192, 0, &first).ok()); // no GPU, or not its memory
     EXPECT_EQ(a.domain->register_memory(more.data(), 0, host, &first).code, Code::invalid);
     EXPECT_EQ(a.domain->register_memory(nullptr, 1, host, &first).code, Code::invalid);
 }

@@ -35,7 +35,7 @@ TEST_F(VerbsDomainTest, OpensWithTheGidThatIsAskedForOrSaysThatThereIsNone)
 TEST_F(VerbsDomainTest, RefusesMemoryOfAGpuAndAddressesOfOthers)
 {
     MemoryKeys keys;
-    EXPECT_EQ(a.domain->register_memory(a.memory.data(), 1, 0, &keys).code, Code::unsupported);
+    EXPECT_FALSE(a.domain->register_memory(a.memory.data(), 1, 0, &keys).ok()); // no GPU, or not its memory
     NetAddr address = b.domain->address();
     uint32_t peer = 0;
     address.bytes[0] = 'X';
