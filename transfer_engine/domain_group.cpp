@@ -373,6 +373,14 @@ void DomainGroup::cancel_all(const Status &status)
     }
 }
 
+bool DomainGroup::is_deaf(Clock::time_point now) const
+{
+    const auto patience = 2 * abort_after + std::chrono::seconds(1);
+    for (const Submission *s = under_way; s != nullptr; s = s->after)
+        if (now < s->deadline || now - s->deadline < patience) return false;
+    return under_way != nullptr;
+}
+
 void DomainGroup::close()
 {
     domains.clear();

@@ -106,6 +106,9 @@ public:
     // Closes the adapters, whatever they do; what they still had has ended then.
     void close();
     bool idle() const { return under_way == nullptr; }
+    // Whether nothing more is to be expected: all that is under way should have ended long ago, its connections given
+    // up.
+    bool is_deaf(Clock::time_point now) const;
 
     std::atomic<uint64_t> work_requests{0}, work_requests_failed{0};
 

@@ -92,15 +92,19 @@ void Watcher::free(const uint64_t *word)
     unused_words.push_back(watch->word);
 }
 
-// True when one had changed. Where the callback thread has no room the change stays, to be told later.
-bool Watcher::look(const std::vector<std::shared_ptr<Watch>> &all)
+// True when one had changed. Where the callback thread has no room the change stays, to be told later; the last look
+// waits for room.
+bool Watcher::look(const std::vector<std::shared_ptr<Watch>> &all, bool last)
 {
     bool any = false;
     for (const auto &watch : all) {
         const uint64_t now = watch->word->load(std::memory_order_acquire);
         if (now == watch->told) continue;
         Notice notice = Changed{watch, watch->told, now};
-        if (callback_thread->try_push(notice)) watch->told = now;
+        bool told = callback_thread->try_push(notice);
+        for (; !told && last; told = callback_thread->try_push(notice))
+            std::this_thread::yield();
+        if (told) watch->told = now;
         any = true;
     }
     return any;
@@ -118,7 +122,7 @@ void Watcher::run()
             all = watches;
             seen = version.load(std::memory_order_relaxed);
         }
-        idle.after(look(all));
+        idle.after(look(all, last));
     }
 }
 

@@ -37,7 +37,7 @@ public:
 
 private:
     void run();
-    bool look(const std::vector<std::shared_ptr<Watch>> &all);
+    bool look(const std::vector<std::shared_ptr<Watch>> &all, bool last);
 
     CallbackThread *callback_thread;
     const bool spins;

@@ -167,7 +167,6 @@ void Worker::run()
     constexpr auto check_interval = std::chrono::milliseconds(1);
     Idle idle(shared->options.spin);
     auto next_check = Clock::now();
-    auto give_up = Clock::time_point::max();
     for (;;) {
         // Read before what was submitted before it was set is taken.
         const Stop stop = stopping.load(std::memory_order_acquire);
@@ -180,10 +179,8 @@ void Worker::run()
             group->check_deadlines(now);
             if (number == 0) shared->immediates.expire(now, &reached);
             tell_reached();
-            if (stop == cancelling && give_up == Clock::time_point::max())
-                give_up = now + 2 * shared->options.abort_after + std::chrono::seconds(1);
             if (stop == cancelling) group->cancel_all({.code = Code::cancelled, .message = "the engine was stopped"});
-            if (now >= give_up) break; // close() ends the rest
+            if (stop != running && group->is_deaf(now)) break; // close() ends the rest
         }
         if (stop != running && !any && group->idle()) break;
         idle.after(any, group->idle());

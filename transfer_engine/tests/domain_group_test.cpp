@@ -304,6 +304,7 @@ void Schedule::check()
     uint64_t messages_sent = 0, messages_got = 0;
     for (const Planned &plan : plans) {
         EXPECT_EQ(plan.ended, 1);
+        EXPECT_TRUE(plan.status.ok() || wire.faults.fails + wire.faults.keeps > 0) << plan.status.message;
         const bool reads = plan.submission.operation == Operation::read;
         EXPECT_TRUE(!plan.status.ok() || plan.arrived == plan.immediates);
         if (plan.submission.kind == Submission::send) messages_sent += plan.status.ok() ? 1 : 0;

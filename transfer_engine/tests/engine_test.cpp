@@ -68,6 +68,8 @@ TEST_F(Engine, PagesGoWhereTheirIndicesSay)
                     .ok());
     EXPECT_EQ(read.code(), Code::ok);
     EXPECT_TRUE(same(256, 500000) && same(9 * 256, 500100) && same(5 * 256, 500200));
+    EXPECT_EQ(a.engine->metrics().bytes_read, 300U);
+    EXPECT_EQ(a.engine->metrics().bytes_written, 300U);
 }
 
 TEST_F(Engine, NothingToDoEndsAtOnce) // semantic 7, trap 10
@@ -109,6 +111,30 @@ TEST_F(Engine, ScatterAndBarrierReachEveryPeerOnce)
     EXPECT_EQ(a.engine->submit_barrier(group, 3, {c.region, b.region}).code, Code::invalid); // another order
     EXPECT_EQ(a.engine->submit_barrier(group, 3, {b.region}).code, Code::invalid);
     EXPECT_EQ(a.engine->submit_barrier(PeerGroupHandle{17}, 3, {b.region}).code, Code::invalid);
+    EXPECT_EQ(a.engine->submit_barrier(PeerGroupHandle{}, 3, {}).code, Code::invalid);
+    std::atomic<int> down{0};
+    a.engine->on_peer_down([&](const NetAddr &address, const Status &) { down += address == NetAddr{} ? 1 : 0; });
+    ASSERT_TRUE(a.engine->add_peer_group(std::vector<NetAddr>(1), &group).ok()); // one that nobody can have
+    EXPECT_TRUE(soon([&] { return down == 1; }));
+}
+
+TEST_F(Engine, AdaptersTakeTurns) // T10: seen by a key that is wrong for the second
+{
+    Side a(&wire), b(&wire);
+    MrDesc wrong = b.region;
+    wrong.rkeys[1].key = 0;
+    Outcome all;
+    const ScatterDst first{1, 0, wrong, 0}, other{1, 0, b.region, 0};
+    for (size_t i = 0; i < 4; i += 2) { // an odd number of targets: the next begins with the other adapter
+        ASSERT_TRUE(a.engine->submit_scatter({}, {}, a.handle, {first, other, other}, all.callback()).ok());
+        EXPECT_EQ(all.code(i), Code::ok);
+        ASSERT_TRUE(a.engine->submit_barrier({}, 1, {wrong, b.region, b.region}, all.callback()).ok());
+        EXPECT_EQ(all.code(i + 1), Code::failed);
+    }
+    const Pages two = pages({0, 1}, 8);
+    ASSERT_TRUE(a.engine->submit_paged_writes(8, {}, a.handle, two, wrong, two, all.callback()).ok());
+    EXPECT_EQ(all.code(4), Code::failed);
+    EXPECT_EQ(a.engine->metrics().work_requests_failed, 3U);
 }
 
 TEST_F(Engine, MessagesAreCopiedAndTheirBuffersUsedAgain) // semantic 6
@@ -140,7 +166,11 @@ TEST_F(Engine, MessagesAreCopiedAndTheirBuffersUsedAgain) // semantic 6
         const std::lock_guard lock(mutex);
         return got == sent;
     }));
-    EXPECT_EQ(a.engine->submit_send(b.engine->main_address(), std::vector<uint8_t>(70000)).code, Code::invalid);
+    const uint64_t longest = Options().longest_message;
+    EXPECT_EQ(a.engine->submit_send(b.engine->main_address(), std::vector<uint8_t>(longest + 1)).code, Code::invalid);
+    ASSERT_TRUE(a.engine->submit_recvs(longest, 1, [](auto) {}).ok());
+    ASSERT_TRUE(b.engine->submit_send(a.engine->main_address(), std::vector<uint8_t>(longest), ended.callback()).ok());
+    EXPECT_EQ(ended.code(50), Code::ok);
     EXPECT_EQ(b.engine->submit_recvs(100, 2, [](auto) {}).code, Code::invalid);
     EXPECT_EQ(b.engine->metrics().messages, 50U);
 }
@@ -176,6 +206,9 @@ TEST_F(Engine, BadArgumentsAreRefusedAndNothingIsCalled)
     EXPECT_EQ(write(1, size, b.region, 0).code, Code::invalid);
     EXPECT_EQ(write(UINT64_MAX, 1, b.region, 0).code, Code::invalid);
     EXPECT_EQ(write(2, 0, b.region, size - 1).code, Code::invalid);
+    for (const ScatterDst &slice : {ScatterDst{2, size - 1, b.region, 0}, ScatterDst{2, 0, b.region, size - 1}})
+        EXPECT_EQ(a.engine->submit_scatter({}, {}, a.handle, {slice}, never.callback()).code, Code::invalid);
+    EXPECT_EQ(a.engine->expect_imm_count(1, 1, {}).code, Code::invalid);
     const Status nics = write(1, 0, other.region, 0); // semantic 9
     EXPECT_EQ(nics.code, Code::invalid);
     EXPECT_EQ(nics.message, "the peer has 3 adapters for its region, this side 2: they have to be as many");
@@ -200,6 +233,33 @@ TEST_F(Engine, BadArgumentsAreRefusedAndNothingIsCalled)
                                           never.callback())
                     .ok());
     EXPECT_EQ(never.code(1), Code::invalid);
+    ASSERT_TRUE(a.engine
+                    ->submit_paged_writes(8, {}, a.handle, pages({0, 1}, 8), b.region, pages({0, 1u << 31}, 8),
+                                          never.callback())
+                    .ok());
+    EXPECT_EQ(never.code(2), Code::invalid);
+    EXPECT_FALSE(never.status().remote_may_have_changed);
+    // The last byte of a region is within it.
+    Outcome last;
+    ASSERT_TRUE(a.engine->submit_single_write(1, {}, a.handle, size - 1, b.region, size - 1, last.callback()).ok());
+    ASSERT_TRUE(a.engine
+                    ->submit_paged_writes(8, {}, a.handle, pages({0}, 8, size - 8), b.region, pages({0}, 8, size - 8),
+                                          last.callback())
+                    .ok());
+    EXPECT_TRUE(last.code(0) == Code::ok && last.code(1) == Code::ok);
+}
+
+TEST_F(Engine, PageLongerThanAWorkRequestIsRefused)
+{
+    Side a(&wire, 2, {}, 1 << 20, {.longest = 64}), b(&wire);
+    for (const uint64_t length : {64, 65}) {
+        Outcome written;
+        ASSERT_TRUE(a.engine
+                        ->submit_paged_writes(length, {}, a.handle, pages({0}, 65), b.region, pages({0}, 65),
+                                              written.callback())
+                        .ok());
+        EXPECT_EQ(written.code(), length == 64 ? Code::ok : Code::invalid);
+    }
 }
 
 TEST_F(Engine, RegistrationsAreEachTheirOwn) // trap 13
@@ -215,6 +275,7 @@ TEST_F(Engine, RegistrationsAreEachTheirOwn) // trap 13
     EXPECT_EQ(a.engine->dereg_mr(shorter).code, Code::invalid); // void
     MrHandle next;
     ASSERT_TRUE(a.engine->reg_mr(a.memory.data(), 100, host, &next, &shorter_region).ok());
+    EXPECT_EQ(next.region, shorter.region);
     EXPECT_EQ(a.engine->submit_single_write(1, {}, shorter, 0, b.region, 0).code, Code::invalid); // still void
     a.domains[1]->refuse_next_registration = true; // after the first adapter has taken it
     EXPECT_EQ(a.engine->reg_mr(a.memory.data(), 100, host, &shorter, &shorter_region).code, Code::failed);
@@ -224,12 +285,17 @@ TEST_F(Engine, MemoryInUseIsNotDeregistered)
 {
     wire.faults.keeps = 1;
     Side a(&wire), b(&wire);
-    Outcome written;
+    Outcome written, read;
+    const auto start = std::chrono::steady_clock::now();
     ASSERT_TRUE(a.engine->submit_single_write(1000, {}, a.handle, 0, b.region, 0, written.callback(), 300ms).ok());
+    ASSERT_TRUE(a.engine->submit_single_read(10, a.handle, 0, b.region, 0, read.callback(), 300ms).ok());
     EXPECT_EQ(a.engine->dereg_mr(a.handle).code, Code::invalid);
     EXPECT_EQ(written.code(), Code::timed_out); // 2 s after its deadline the connection is given up
+    EXPECT_EQ(read.code(), Code::timed_out);
+    EXPECT_GE(std::chrono::steady_clock::now() - start, 2300ms);
     EXPECT_TRUE(a.engine->dereg_mr(a.handle).ok());
     EXPECT_TRUE(written.status().remote_may_have_changed);
+    EXPECT_FALSE(read.status().remote_may_have_changed);
 }
 
 TEST_F(Engine, LostPeerEndsItsOperationsAndNoOthers)
@@ -256,6 +322,7 @@ TEST_F(Engine, LostPeerEndsItsOperationsAndNoOthers)
     for (size_t i = 0; i < 100; ++i)
         EXPECT_EQ(to_b.code(i), Code::peer_down);
     EXPECT_TRUE(soon([&] { return down == 1; }));
+    EXPECT_EQ(a.engine->metrics().peers_down, 1U);
     ASSERT_TRUE(a.engine->submit_single_write(1000, {}, a.handle, 0, b.region, 0, again.callback()).ok());
     EXPECT_EQ(again.code(), Code::ok); // connects anew
 }
