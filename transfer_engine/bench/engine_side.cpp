@@ -3,6 +3,7 @@
 
 #include "../transfer_engine.hpp"
 
+#include <algorithm>
 #include <thread>
 
 namespace bench
@@ -105,6 +106,7 @@ Result EngineSide::run(const Task &task)
 {
     const bool many_under_way = task.kind == Task::window || task.kind == Task::submit;
     const uint64_t depth = many_under_way ? task.depth : 1;
+    const uint64_t half = std::max<uint64_t>(depth / 2, 1); // is begun when so many have ended: a wake-up costs, too
     const uint64_t count = task.kind == Task::pages ? 1 : task.count;
     // For bandwidth the caller sleeps: on few processors, who spins takes them from the workers.
     const bool spin = task.kind != Task::window && task.kind != Task::pages;
@@ -116,6 +118,7 @@ Result EngineSide::run(const Task &task)
     const Stopwatch watch;
     for (uint64_t i = 0; i < count; ++i) {
         Flag &flag = flags[i % depth];
+        if (i % half == 0) wait_for(flags[(i + half - 1) % depth], spin);
         wait_for(flag, spin);
         flag.done = false;
         const double start = now_seconds();
