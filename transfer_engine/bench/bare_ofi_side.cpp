@@ -1,13 +1,10 @@
 // bare_ofi_side.cpp: writes and reads by libfabric with nothing between. One endpoint, one thread.
 #include "side.hpp"
 
+#include "../ofi_adapter.hpp" // the owners
+
 #include <cstring>
 #include <poll.h>
-#include <rdma/fabric.h>
-#include <rdma/fi_cm.h>
-#include <rdma/fi_domain.h>
-#include <rdma/fi_endpoint.h>
-#include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <thread>
 
@@ -17,19 +14,13 @@ namespace bench
 namespace
 {
 
+using transfer_engine::Closed;
+using transfer_engine::ProviderInfo;
+
 void require(ssize_t result, const char *call)
 {
     if (result < 0) throw std::runtime_error(std::string(call) + ": " + fi_strerror(static_cast<int>(-result)));
 }
-
-struct Close {
-    template <typename Thing> void operator()(Thing *thing) const { fi_close(&thing->fid); }
-};
-struct FreeInfo {
-    void operator()(fi_info *info) const { fi_freeinfo(info); }
-};
-template <typename Thing> using Closed = std::unique_ptr<Thing, Close>;
-using ProviderInfo = std::unique_ptr<fi_info, FreeInfo>;
 
 template <typename Thing, typename Open> void open_into(Closed<Thing> *owner, const char *call, const Open &open)
 {

@@ -2,9 +2,10 @@
 // one completion queue, every request signalled.
 #include "side.hpp"
 
+#include "../verbs_adapter.hpp" // the owners
+
 #include <algorithm>
 #include <cstring>
-#include <infiniband/verbs.h>
 
 namespace bench
 {
@@ -12,10 +13,7 @@ namespace bench
 namespace
 {
 
-template <auto destroy> struct Destroy {
-    template <typename Thing> void operator()(Thing *thing) const { destroy(thing); }
-};
-template <typename Thing, auto destroy> using Owned = std::unique_ptr<Thing, Destroy<destroy>>;
+using transfer_engine::Owned;
 
 void require(bool holds, const char *call, int error)
 {
