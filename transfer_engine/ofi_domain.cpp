@@ -100,7 +100,6 @@ void read_completions(fid_cq *completions, const Events &events, const Completed
             if (count <= 0) return;
             for (size_t i = 0; i < static_cast<size_t>(count); ++i)
                 completed(entries[i]);
-            if (static_cast<size_t>(count) < batch) return; // another look would cost tcp its system calls again
             room -= static_cast<size_t>(count);
         }
     }

@@ -43,9 +43,9 @@ std::optional<Tool> tool_for(const std::string &nic)
     }
     if (nic.starts_with("verbs:") && is_installed("ib_write_bw")) {
         constexpr uint64_t length = 65536, count = 2000, depth = 16;
-        const std::string start = "ib_write_bw -F --report_gbits --output=bandwidth -d " + nic.substr(sizeof "verbs") +
-                                  " -p " + port + " -s " + std::to_string(length) + " -n " + std::to_string(count) +
-                                  " -t " + std::to_string(depth);
+        const std::string start = "ib_write_bw -F --report_gbits --output=bandwidth -d " +
+                                  nic.substr(nic.find(':') + 1) + " -p " + port + " -s " + std::to_string(length) +
+                                  " -n " + std::to_string(count) + " -t " + std::to_string(depth);
         return Tool{.name = "ib_write_bw",
                     .length = length,
                     .count = count,

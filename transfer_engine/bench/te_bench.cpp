@@ -233,7 +233,7 @@ void show_progress(const std::string &what)
     if (isatty(STDERR_FILENO) != 0) fprintf(stderr, "\r\033[K%s", what.c_str());
 }
 
-// In turns, the first of a pair alternately the one and the other; `bare` null: not by it.
+// In turns, the first of a pair alternately the one and the other. Not by the bare loop what that cannot do.
 void compare(const Figure &figure, Contestant *engine, Contestant *bare, int pairs, Report *report)
 {
     const bool both = figure.task.kind != Task::barrier && figure.task.kind != Task::submit;
@@ -287,8 +287,8 @@ try {
         arguments.peers);
 
     printf(
-        "%s, %d pairs, median; %ld processors here. CPU: of an operation, all threads of the process that begins it; "
-        "they spin.\n\n",
+        "%s, %d pairs, median; %ld processors here. CPU: of an operation, all threads of the process that begins it, "
+        "which spin.\n\n",
         arguments.nic.c_str(), arguments.pairs, sysconf(_SC_NPROCESSORS_ONLN));
     Report report(arguments.csv);
     Report::head();
