@@ -112,26 +112,25 @@ Contestant::Contestant(const OpenSide &open, size_t peers)
     }
     const auto [own, other] = make_sockets();
     control = own;
+    processes.push_back(start_process([&, commands = other] { begin_operations(open, commands, near_ends); }));
+    close(other);
     for (size_t peer = 0; peer < peers; ++peer)
         processes.push_back(start_process([&, far = far_ends[peer]] {
             for (const int socket : near_ends) // closed when the process that begins the operations ends
                 close(socket);
             be_peer(open, far);
         }));
-    processes.push_back(start_process([&, commands = other] { begin_operations(open, commands, near_ends); }));
-    close(other);
     for (size_t peer = 0; peer < peers; ++peer) {
         close(near_ends[peer]);
         close(far_ends[peer]);
     }
-    constexpr Task first{.kind = Task::one_at_a_time, .length = 8, .count = 1};
-    run(first); // they are connected
+    run({.kind = Task::scatter, .length = 8, .count = 1, .depth = peers}); // they are connected
 }
 
 Contestant::~Contestant()
 {
-    signal_all(SIGCONT);
     constexpr Task last{.kind = Task::end};
+    signal_those_of(last, SIGCONT);
     send(control, &last, sizeof last, MSG_NOSIGNAL);
     close(control);
     constexpr int most_naps = 1000;
@@ -143,20 +142,21 @@ Contestant::~Contestant()
         }
 }
 
-void Contestant::signal_all(int signal) const
+// One that has no part in it would take a processor from those that have.
+void Contestant::signal_those_of(const Task &task, int signal) const
 {
-    for (const pid_t process : processes)
+    for (const pid_t process : task.to_all() ? std::span(processes) : std::span(processes).first(2))
         kill(process, signal);
 }
 
 Result Contestant::run(const Task &task)
 {
     Result result;
-    signal_all(SIGCONT);
+    signal_those_of(task, SIGCONT);
     send_packet(control, &task, sizeof task);
     if (receive_packet(control, &result, sizeof result, answer_limit_ms) != sizeof result)
         throw std::runtime_error("half an answer");
-    signal_all(SIGSTOP);
+    signal_those_of(task, SIGSTOP);
     return result;
 }
 

@@ -25,9 +25,9 @@ public:
     Result run(const Task &task);
 
 private:
-    void signal_all(int signal) const;
+    void signal_those_of(const Task &task, int signal) const;
 
-    std::vector<pid_t> processes;
+    std::vector<pid_t> processes; // the one that begins the operations, then its peers
     int control = -1;
 };
 

@@ -92,12 +92,11 @@ void EngineSide::begin(const Task &task, uint64_t i, Flag *flag)
     case Task::barrier: return require(engine->submit_barrier({}, 1, peers, flag), "submit_barrier()");
     default:
         const uint64_t offset = task.offset(i);
-        const MrDesc &peer = peers[i % peers.size()];
         if (task.read)
-            require(engine->submit_single_read(task.length, handle, offset, peer, offset, flag),
+            require(engine->submit_single_read(task.length, handle, offset, peers[0], offset, flag),
                     "submit_single_read()");
         else
-            require(engine->submit_single_write(task.length, {}, handle, offset, peer, offset, flag),
+            require(engine->submit_single_write(task.length, {}, handle, offset, peers[0], offset, flag),
                     "submit_single_write()");
     }
 }

@@ -59,7 +59,8 @@ Result BareSide::run(const Task &task)
         const double begin = now_seconds();
         for (uint64_t posted = 0, completed = 0; completed < in_round; completed += poll())
             while (posted < in_round && posted - completed < task.depth &&
-                   post(posted % most_peers, task.read, task.offset(round * step + posted), task.length))
+                   post(task.to_all() ? posted % most_peers : 0, task.read, task.offset(round * step + posted),
+                        task.length))
                 ++posted;
         each.push_back(now_seconds() - begin);
     }

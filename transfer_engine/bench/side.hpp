@@ -20,7 +20,7 @@ using Bytes = std::vector<uint8_t>;
 
 constexpr uint64_t memory_bytes = 64 << 20; // of each side
 
-// What to measure; the same for every contestant.
+// What to measure; the same for every contestant. Between two processes, but for scatter and barrier.
 struct Task {
     enum Kind : uint32_t {
         end,           // of the process
@@ -36,6 +36,9 @@ struct Task {
     uint64_t length = 0; // bytes of an operation, a page, a slice
     uint64_t count = 0;
     uint64_t depth = 1;
+
+    // Whether it goes to all peers; else to the first.
+    bool to_all() const { return kind == scatter || kind == barrier || kind == end; }
 
     // The piece of the memory that operation i is about, there and here: spread, not one after the other.
     uint64_t offset(uint64_t i) const
