@@ -45,6 +45,39 @@ prefill_decode() {
 @test "prefill_decode over shm, one adapter" { prefill_decode ofi:shm; }
 @test "prefill_decode over shm, two adapters" { prefill_decode ofi:shm ofi:shm; }
 
+# start_decode OPTION... : by itself; its output is in $log.
+start_decode() {
+  log=$BATS_TEST_TMPDIR/decode.log
+  timeout 60 "$project/build/engine/examples/prefill_decode" --decode localhost:27182 "$@" >"$log" 2>&1 3>&- &
+  decode=$!
+  for _ in {1..100}; do
+    ! grep -q "^waiting for prefill on localhost:27182" "$log" || return 0
+    sleep 0.1
+  done
+  cat "$log"
+  return 1
+}
+
+@test "prefill_decode, each process started by itself" {
+  start_decode --tokens 16
+  run -0 timeout 60 "$project/build/engine/examples/prefill_decode" --prefill localhost:27182 --tokens 16
+  wait "$decode"
+  [[ $output$(<"$log") == *"twice: right"*"twice: right"* ]] || { echo "$output"; cat "$log"; return 1; }
+}
+
+@test "prefill_decode, each process started by itself: both have to have the same cache" {
+  local program=$project/build/engine/examples/prefill_decode
+  start_decode --tokens 16
+  run -1 timeout 60 "$program" --prefill localhost:27182 --tokens 32
+  [[ $output == *"the other process has another --model or other --tokens"* ]] || { echo "$output"; return 1; }
+  local ended=0
+  wait "$decode" || ended=$?
+  [[ $ended -eq 1 ]]
+  grep "the other process has another --model or other --tokens" "$log"
+  run -1 timeout 10 "$program" --prefill localhost:27182
+  [[ $output == *"--prefill localhost:27182: Connection refused"*"hint: decode is started first"* ]] || { echo "$output"; return 1; }
+}
+
 @test "te_bench compares the engine with a bare loop" {
   local bench=$project/build/engine/bench/te_bench
   run timeout 100 "$bench" --quick --pairs 1 --nic ofi:shm --csv "$BATS_TEST_TMPDIR/figures"

@@ -5,6 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The guests' processor has less than this machine's.
-make -s -C transfer_engine -j"$(nproc)" MARCH= two-nodes
+make -s -C transfer_engine -j"$(nproc)" MARCH= two-nodes examples
 rm -rf build/tests/reliability.tsv build/tests/nodes # of an earlier run
 exec scripts/lab.sh --nodes 2 --memory 2G --timeout 1600 -- bats --formatter tap tests/nodes/*.bats

@@ -93,6 +93,17 @@ all_well() {
   fi
 }
 
+@test "engine: a paged cache of 512 tokens goes from a prefill on node-b to a decode on node-a" {
+  local example=build/engine/examples/prefill_decode decode
+  on node-a timeout 120 "$example" --nic verbs:rxe0 --decode "$address:7000" >"$share/decode.log" 2>&1 3>&- &
+  decode=$!
+  wait_for 20 'grep -q "^waiting for prefill" $share/decode.log' || { cat "$share/decode.log"; return 1; }
+  run -0 on node-b timeout 120 "$example" --nic verbs:rxe0 --layer-us 20000 --prefill "$address:7000"
+  echo "# $(grep -E '^(exposed|whole)' <<<"$output")" >&3
+  [[ $output == *"2048 pages of 32768 bytes"*"every one compared, twice: right"* ]] || { echo "$output"; return 1; }
+  wait "$decode" || { cat "$share/decode.log"; return 1; }
+}
+
 # Two targets, on node-a and node-b, and a source that writes to both. A wait of less than 3 s for the other target is
 # one that nobody held up: a peer that is gone takes longer to be noticed.
 start_all() {

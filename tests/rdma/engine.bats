@@ -31,15 +31,15 @@ need_second_device() {
   [[ $count -ge 2 ]]
 }
 
-@test "transfer_engine: a paged cache goes from prefill to decode, with one adapter" {
-  run timeout 120 "$built/examples/prefill_decode" --tokens 128 --layer-us 20000 --nic "verbs:$device"
+@test "transfer_engine: a paged cache of 512 tokens goes from prefill to decode, with one adapter" {
+  run timeout 120 "$built/examples/prefill_decode" --layer-us 20000 --nic "verbs:$device"
   echo "$output"
   [[ $status -eq 0 && $output == *"every one compared, twice: right"* ]]
 }
 
 @test "transfer_engine: the same with two adapters" {
   need_second_device
-  run timeout 120 "$built/examples/prefill_decode" --tokens 128 --layer-us 20000 --nic "verbs:$device" --nic verbs:rxe1
+  run timeout 120 "$built/examples/prefill_decode" --layer-us 20000 --nic "verbs:$device" --nic verbs:rxe1
   echo "$output"
   [[ $status -eq 0 && $output == *"every one compared, twice: right"* ]]
 }

@@ -12,7 +12,7 @@
 // exposed one: from the end of the last layer's computing until everything is written. Afterwards the whole
 // cache is written at once, for comparison.
 //
-// Both processes are on this machine, the second a fork of the first.
+// Both processes are on this machine, the second a fork of the first; or each is started by itself, on two machines.
 #include "../transfer_engine.hpp"
 
 #include <algorithm>
@@ -22,6 +22,7 @@
 #include <cstring>
 #include <getopt.h>
 #include <mutex>
+#include <netdb.h>
 #include <numeric>
 #include <poll.h>
 #include <random>
@@ -54,10 +55,12 @@ struct Arguments {
     uint64_t tokens = 512;
     uint64_t layer_us = 2000;
     std::vector<std::string> nics;
+    std::string decode_at, prefill_to; // ADDRESS:PORT; both empty: both processes are here
     const char *json = nullptr;
 };
 
-constexpr auto patience = std::chrono::seconds(60); // for anything that the other process does
+constexpr auto patience = std::chrono::seconds(60);        // for anything that the other process does
+constexpr auto start_patience = std::chrono::seconds(600); // for someone to start it
 
 [[noreturn]] void give_up(const std::string &what)
 {
@@ -72,14 +75,17 @@ void require(const Status &status, const char *call)
 
 void print_usage(FILE *stream)
 {
-    fputs("usage: prefill_decode [--model NAME] [--tokens N] [--layer-us N] [--nic NIC]... [--json FILE]\n"
+    fputs("usage: prefill_decode [options]\n"
           "Moves a paged KV cache from a prefill to a decode process, layer by layer.\n\n"
           "  --model NAME   llama-3.1-8b (default), llama-3.1-70b-tp8, deepseek-v3-mla\n"
           "  --tokens N     of the prompt (default 512)\n"
           "  --layer-us N   what a layer takes to compute, in microseconds (default 2000)\n"
           "  --nic NIC      ofi:tcp;ofi_rxm (default), ofi:shm, verbs:rxe0, ...; may be repeated, up to four\n"
           "  --json FILE    the figures of the run\n"
-          "  --help         this text\n",
+          "  --help         this text\n\n"
+          "Both processes are started here, or each by itself, with the same model and tokens:\n"
+          "  --decode ADDRESS:PORT    be decode, and wait there (TCP) for a prefill\n"
+          "  --prefill ADDRESS:PORT   be prefill, for the decode that waits there\n",
           stream);
 }
 
@@ -99,6 +105,8 @@ Arguments parse_arguments(int argc, char **argv)
                                      {"tokens", required_argument, nullptr, 't'},
                                      {"layer-us", required_argument, nullptr, 'l'},
                                      {"nic", required_argument, nullptr, 'n'},
+                                     {"decode", required_argument, nullptr, 'd'},
+                                     {"prefill", required_argument, nullptr, 'p'},
                                      {"json", required_argument, nullptr, 'j'},
                                      {"help", no_argument, nullptr, 'h'},
                                      {nullptr, 0, nullptr, 0}};
@@ -115,12 +123,15 @@ Arguments parse_arguments(int argc, char **argv)
         case 't': arguments.tokens = number("--tokens", optarg); break;
         case 'l': arguments.layer_us = number("--layer-us", optarg); break;
         case 'n': arguments.nics.emplace_back(optarg); break;
+        case 'd': arguments.decode_at = optarg; break;
+        case 'p': arguments.prefill_to = optarg; break;
         case 'j': arguments.json = optarg; break;
         case 'h': print_usage(stdout); exit(EXIT_SUCCESS);
         default: print_usage(stderr); exit(2);
         }
     }
     if (optind < argc) give_up(std::string("unexpected argument '") + argv[optind] + "'");
+    if (!arguments.decode_at.empty() && !arguments.prefill_to.empty()) give_up("--decode or --prefill, not both");
     if (arguments.nics.empty()) arguments.nics.emplace_back("ofi:tcp;ofi_rxm");
     return arguments;
 }
@@ -136,6 +147,7 @@ struct Cache {
     Model model;
     uint64_t blocks; // of one tensor
 
+    std::array<uint64_t, 4> shape() const { return {model.layers, model.tensors, model.block_bytes, blocks}; }
     uint64_t pages_of_layer() const { return model.tensors * blocks; }
     uint64_t pages() const { return model.layers * pages_of_layer(); }
     uint64_t bytes() const { return pages() * model.block_bytes; }
@@ -179,6 +191,59 @@ std::vector<uint32_t> scattered(uint64_t pages, uint32_t seed)
 
 // ------------------------------------------------------------------------- what the processes say
 
+struct FreeAddress {
+    void operator()(addrinfo *address) const { freeaddrinfo(address); }
+};
+
+// `place`: ADDRESS:PORT, for TCP; an IPv6 address in brackets, none for all that this machine has.
+std::unique_ptr<addrinfo, FreeAddress> resolve(const std::string &place, int flags)
+{
+    const size_t colon = place.rfind(':');
+    if (colon == std::string::npos) give_up(place + ": not ADDRESS:PORT");
+    std::string address = place.substr(0, colon);
+    if (address.starts_with('[') && address.ends_with(']')) address = address.substr(1, address.size() - 2);
+    addrinfo hints{}, *found = nullptr;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = flags;
+    const int error =
+        getaddrinfo(address.empty() ? nullptr : address.c_str(), place.c_str() + colon + 1, &hints, &found);
+    if (error != 0) give_up("getaddrinfo(" + place + "): " + gai_strerror(error));
+    return std::unique_ptr<addrinfo, FreeAddress>(found);
+}
+
+bool has_input(int socket, std::chrono::milliseconds limit)
+{
+    pollfd ready{.fd = socket, .events = POLLIN, .revents = 0};
+    return poll(&ready, 1, static_cast<int>(limit.count())) == 1;
+}
+
+int accept_prefill(const std::string &place)
+{
+    const auto address = resolve(place, AI_PASSIVE);
+    const int listener = socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), reuse = 1;
+    if (listener < 0 || setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse) != 0 ||
+        bind(listener, address->ai_addr, address->ai_addrlen) != 0 || listen(listener, 1) != 0)
+        give_up("--decode " + place + ": " + strerror(errno));
+    printf("waiting for prefill on %s\n", place.c_str());
+    fflush(stdout);
+    if (!has_input(listener, start_patience)) give_up("--decode " + place + ": nobody has come in ten minutes");
+    const int accepted = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+    if (accepted < 0) give_up(std::string("accept4(): ") + strerror(errno));
+    close(listener);
+    return accepted;
+}
+
+int connect_to_decode(const std::string &place)
+{
+    const auto address = resolve(place, 0);
+    const int connected = socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const timeval limit{.tv_sec = patience.count(), .tv_usec = 0}; // of connect() as well: socket(7)
+    if (connected < 0 || setsockopt(connected, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) != 0 ||
+        connect(connected, address->ai_addr, address->ai_addrlen) != 0)
+        give_up("--prefill " + place + ": " + strerror(errno) + "\n  hint: decode is started first");
+    return connected;
+}
+
 void send_all(int socket, const void *data, size_t length)
 {
     for (size_t done = 0; done < length;) {
@@ -191,13 +256,21 @@ void send_all(int socket, const void *data, size_t length)
 void receive_all(int socket, void *data, size_t length)
 {
     for (size_t done = 0; done < length;) {
-        pollfd ready{.fd = socket, .events = POLLIN, .revents = 0};
-        if (poll(&ready, 1, std::chrono::duration_cast<std::chrono::duration<int, std::milli>>(patience).count()) != 1)
-            give_up("nothing from the other process in a minute");
+        if (!has_input(socket, patience)) give_up("nothing from the other process in a minute");
         const ssize_t got = recv(socket, static_cast<char *>(data) + done, length - done, 0);
         if (got <= 0) give_up("the other process has ended");
         done += static_cast<size_t>(got);
     }
+}
+
+// Both processes do.
+void compare_shapes(int socket, const Cache &cache)
+{
+    const auto here = cache.shape();
+    auto there = here;
+    send_all(socket, here.data(), sizeof here);
+    receive_all(socket, there.data(), sizeof there);
+    if (there != here) give_up("the other process has another --model or other --tokens");
 }
 
 std::unique_ptr<TransferEngine> open_engine(const Arguments &arguments)
@@ -256,6 +329,7 @@ bool decode(const Arguments &arguments, int socket)
     MrDesc region;
     require(engine->reg_mr(pool.data(), pool.size(), host, &handle, &region), "reg_mr()");
 
+    compare_shapes(socket, cache);
     bool right = true;
     for (uint32_t turn = 0; turn < 2; ++turn) {
         std::fill(pool.begin(), pool.end(), uint8_t{0});
@@ -352,6 +426,8 @@ Figures Prefill::run()
     Figures figures;
     figures.layer_ms.resize(cache.model.layers);
 
+    compare_shapes(socket, cache);
+
     // Layer by layer, behind the watcher.
     learn_pages();
     Countdown layers(cache.model.layers);
@@ -425,6 +501,16 @@ void report(const Arguments &arguments, const Figures &figures)
 int main(int argc, char **argv)
 {
     const Arguments arguments = parse_arguments(argc, argv);
+    if (!arguments.decode_at.empty()) {
+        const bool right = decode(arguments, accept_prefill(arguments.decode_at));
+        puts(right ? "pages    every one compared, twice: right" : "pages    not all are right");
+        return right ? EXIT_SUCCESS : EXIT_FAILURE;
+    }
+    if (!arguments.prefill_to.empty()) {
+        report(arguments, Prefill(arguments, connect_to_decode(arguments.prefill_to)).run());
+        return EXIT_SUCCESS;
+    }
+
     int sockets[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) != 0)
         give_up(std::string("socketpair(): ") + strerror(errno));
