@@ -22,7 +22,7 @@ make -s -C transfer_engine -j"$(nproc)" MARCH= examples device-tests
 read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits hostile engine}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
-run=(env "RDMA_KV_PROGRAMS=${RDMA_KV_PROGRAMS:-}" bats --formatter tap)
+run=(env "RDMA_KV_PROGRAMS=${RDMA_KV_PROGRAMS:-}" bats --formatter tap --timing)
 # Without a device the tests start with softroce.sh and go on with the device it makes.
 has_rdma_device || run=(scripts/lab.sh --memory 5G --timeout 1800 -- "${run[@]}")
 exec "${run[@]}" "${files[@]}"

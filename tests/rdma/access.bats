@@ -7,7 +7,10 @@ setup() {
   folder=$BATS_TEST_TMPDIR/folder
   mkdir "$folder"
 }
-teardown() { stop_what_runs; }
+teardown() {
+  stop_what_runs
+  nothing_reported
+}
 
 @test "--allow: a reader from elsewhere is told that, and by the next server's one served" {
   start_server --size 1M --allow 10.0.0.0/8 --allow fd00::/8
@@ -56,6 +59,7 @@ teardown() { stop_what_runs; }
 }
 
 @test "--isolate: a device without type 2 windows is refused" {
+  plain_build "a library comes before the sanitizers'"
   run --separate-stderr env LD_PRELOAD="$project/build/tests/without_windows.so" timeout 60 "$server" --size 1M --isolate
   fails 1 "--isolate: device $device has no type 2 memory windows" "hint: without it readers share one key"
 }

@@ -19,6 +19,7 @@ teardown() {
   kill_hard "${flood_pid:-}"
   kill_hard "${hostile_pid:-}"
   stop_what_runs
+  nothing_reported
 }
 
 # What the kernel holds for the server, and its file descriptors.

@@ -11,6 +11,7 @@ setup() {
 teardown() {
   stop_what_runs
   [[ ! -d $folder/read-only ]] || umount "$folder/read-only"
+  nothing_reported
 }
 
 @test "a cache larger than memory: told before any is taken" {
@@ -23,6 +24,7 @@ teardown() {
 }
 
 @test "a cache that fits the server's memory but not the reader's: the reader says so, the server goes on" {
+  plain_build "memory and time"
   local available=$(($(awk '/MemAvailable/ { print $2 }' /proc/meminfo) * 1024))
   start_server --size "$((available * 6 / 10))"
   read_cache -o "$folder/received"
@@ -94,6 +96,7 @@ holdings() {
 resident() { awk '/VmRSS/ { print $2 }' "/proc/$server_pid/status"; }
 
 @test "200 connections, one after the other: the server holds no more than before" {
+  plain_build "many program starts"
   start_server --size 64K
   local connection before memory_before # not i: run uses that
   for connection in {1..5}; do read_cache; done
