@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests of tests/rdma/: on this machine's RDMA device or, without one, all of them in one guest.
 # RDMA_TESTS="transfer faults" chooses among the files, RDMA_KV_PROGRAMS is a folder with another build of
-# the programs (tests/sanitizers.t, tests/valgrind.t).
+# the programs (tests/sanitizers.t, tests/valgrind.t). Those of hostile.bats are left to the former.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=../scripts/common.sh
@@ -19,7 +19,7 @@ echo "${HOSTILE_SEED:-1}" >build/tests/hostile/seed
 # transfer_engine/: what engine.bats runs.
 make -s -C transfer_engine -j"$(nproc)" MARCH= examples device-tests
 
-read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits hostile engine}"
+read -ra files <<<"${RDMA_TESTS:-softroce transfer errors faults access limits engine}"
 files=("${files[@]/%/.bats}")
 files=("${files[@]/#/tests\/rdma\/}")
 run=(env "RDMA_KV_PROGRAMS=${RDMA_KV_PROGRAMS:-}" bats --formatter tap --timing)

@@ -2,7 +2,7 @@
 # Peers that are broken or mean no good, against both programs: a thousand cases. None may cost the
 # server anything, change a byte of the cache or disturb another reader; none may crash a reader, keep
 # it past its deadline or make it leave a file. A failure names seed and case: see
-# tests/hostile/hostile_reader.cpp. HOSTILE_SEED=N scripts/test.sh tests/rdma.t draws other details.
+# tests/hostile/hostile_reader.cpp. HOSTILE_SEED=N scripts/test.sh tests/sanitizers.t draws other details.
 load helpers
 
 setup() {
@@ -174,7 +174,7 @@ is_one_error() {
 # Builtins of the shell where they do: processes cost time under emulation.
 @test "72 connections to a hostile server: each reader ends as it has to, in time, and leaves no file" {
   mkdir "$folder/out"
-  exec {said}< <("$hostile_server" --seed "$seed" 2>&1 3>&-)
+  exec {said}< <(exec "$hostile_server" --seed "$seed" 2>&1 3>&-)
   hostile_pid=$!
   local line connection kind expected patience start
   read -r -t 30 -u "$said" line

@@ -4,7 +4,6 @@
 #include "../transfer_engine.hpp"
 
 #include <algorithm>
-#include <thread>
 
 namespace bench
 {
@@ -19,10 +18,9 @@ void require(const Status &status, const char *call)
     if (!status.ok()) throw std::runtime_error(std::string(call) + ": " + name_of(status.code) + ": " + status.message);
 }
 
-void wait_for(const Flag &flag, bool spin)
+// Asleep: on few processors, who spins takes them from the workers.
+void wait_for(const Flag &flag)
 {
-    while (spin && !flag.done.load(std::memory_order_acquire))
-        std::this_thread::yield();
     flag.done.wait(false, std::memory_order_acquire);
     require(flag.status, "an operation");
 }
@@ -107,8 +105,6 @@ Result EngineSide::run(const Task &task)
     const uint64_t depth = many_under_way ? task.depth : 1;
     const uint64_t half = std::max<uint64_t>(depth / 2, 1); // is begun when so many have ended: a wake-up costs, too
     const uint64_t count = task.kind == Task::pages ? 1 : task.count;
-    // For bandwidth the caller sleeps: on few processors, who spins takes them from the workers.
-    const bool spin = task.kind != Task::window && task.kind != Task::pages;
     flags = std::vector<Flag>(depth);
     for (Flag &flag : flags)
         flag.done = true; // nothing has been begun with it
@@ -117,16 +113,16 @@ Result EngineSide::run(const Task &task)
     const Stopwatch watch;
     for (uint64_t i = 0; i < count; ++i) {
         Flag &flag = flags[i % depth];
-        if (i % half == 0) wait_for(flags[(i + half - 1) % depth], spin);
-        wait_for(flag, spin);
+        if (i % half == 0) wait_for(flags[(i + half - 1) % depth]);
+        wait_for(flag);
         flag.done = false;
         const double start = now_seconds();
         begin(task, i, &flag);
-        if (depth == 1) wait_for(flag, spin);
+        if (depth == 1) wait_for(flag);
         each.push_back(now_seconds() - start);
     }
     for (const Flag &flag : flags)
-        wait_for(flag, spin);
+        wait_for(flag);
     Result result = watch.result();
     result.percentiles = percentiles(&each);
     return result;

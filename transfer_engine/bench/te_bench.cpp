@@ -18,6 +18,7 @@ namespace
 struct Arguments {
     std::string nic = "ofi:tcp;ofi_rxm";
     bool quick = false;
+    std::string only; // in the name of a figure
     int pairs = 15;
     uint64_t depth = 16;
     uint64_t peers = 2;
@@ -33,6 +34,7 @@ void print_usage(FILE *stream)
           "  --peers N     processes that scatters and barriers go to (default 2)\n"
           "  --pairs N     measurements of each (default 15)\n"
           "  --quick       5 pairs, and some of the sizes\n"
+          "  --only TEXT   the figures whose names have it, and no other tool\n"
           "  --csv FILE    a row for each measurement\n"
           "  -h, --help    this text\n",
           stream);
@@ -56,11 +58,15 @@ uint64_t parse_number(const char *option, const char *text, uint64_t most)
 
 Arguments parse_arguments(int argc, char **argv)
 {
-    static const option options[] = {
-        {"nic", required_argument, nullptr, 'n'},   {"depth", required_argument, nullptr, 'd'},
-        {"peers", required_argument, nullptr, 'p'}, {"pairs", required_argument, nullptr, 'r'},
-        {"quick", no_argument, nullptr, 'q'},       {"csv", required_argument, nullptr, 'c'},
-        {"help", no_argument, nullptr, 'h'},        {nullptr, 0, nullptr, 0}};
+    static const option options[] = {{"nic", required_argument, nullptr, 'n'},
+                                     {"depth", required_argument, nullptr, 'd'},
+                                     {"peers", required_argument, nullptr, 'p'},
+                                     {"pairs", required_argument, nullptr, 'r'},
+                                     {"quick", no_argument, nullptr, 'q'},
+                                     {"csv", required_argument, nullptr, 'c'},
+                                     {"only", required_argument, nullptr, 'o'},
+                                     {"help", no_argument, nullptr, 'h'},
+                                     {nullptr, 0, nullptr, 0}};
     Arguments arguments;
     bool pairs_given = false;
     for (int letter; (letter = getopt_long(argc, argv, "h", options, nullptr)) != -1;) {
@@ -73,6 +79,7 @@ Arguments parse_arguments(int argc, char **argv)
             pairs_given = true;
             break;
         case 'q': arguments.quick = true; break;
+        case 'o': arguments.only = optarg; break;
         case 'c': arguments.csv = optarg; break;
         case 'h': print_usage(stdout); exit(EXIT_SUCCESS);
         default: print_usage(stderr); exit(2);
@@ -288,13 +295,15 @@ try {
 
     printf(
         "%s, %d pairs, median; %ld processors here. CPU: of an operation, all threads of the process that begins it, "
-        "which spin.\n\n",
+        "spinning included.\n\n",
         arguments.nic.c_str(), arguments.pairs, sysconf(_SC_NPROCESSORS_ONLN));
     Report report(arguments.csv);
     Report::head();
     for (const Figure &figure : choose_figures(arguments))
-        compare(figure, &engine, &bare, arguments.pairs, &report);
-    if (const auto tool = tool_for(arguments.nic)) compare_with(*tool, &engine, arguments.pairs);
+        if (figure.name.find(arguments.only) != std::string::npos)
+            compare(figure, &engine, &bare, arguments.pairs, &report);
+    if (const auto tool = tool_for(arguments.nic); tool && arguments.only.empty())
+        compare_with(*tool, &engine, arguments.pairs);
     return EXIT_SUCCESS;
 } catch (const std::exception &error) {
     give_up(error.what());
