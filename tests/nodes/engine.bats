@@ -99,7 +99,7 @@ all_well() {
   decode=$!
   wait_for 20 'grep -q "^waiting for prefill" $share/decode.log' || { cat "$share/decode.log"; return 1; }
   run -0 on node-b timeout 120 "$example" --nic verbs:rxe0 --layer-us 20000 --prefill "$address:7000"
-  echo "# $(grep -E '^(exposed|whole)' <<<"$output")" >&3
+  echo "# $(grep -E '^(exposed|whole)' <<<"$output" | paste -sd ' ')" >&3
   [[ $output == *"2048 pages of 32768 bytes"*"every one compared, twice: right"* ]] || { echo "$output"; return 1; }
   wait "$decode" || { cat "$share/decode.log"; return 1; }
 }

@@ -53,7 +53,7 @@ struct Target { // followed by the provider's address
 class BareOfiSide final : public BareSide
 {
 public:
-    BareOfiSide(const std::string &provider, std::span<uint8_t> bytes, size_t peers);
+    BareOfiSide(const std::string &provider, std::span<uint8_t> bytes, size_t peers, int core);
     Bytes describe(size_t peer) override;
     void connect(size_t peer, const Bytes &description) override;
     void serve(int socket) override;
@@ -77,8 +77,8 @@ private:
     uint64_t polls = 0;
 };
 
-BareOfiSide::BareOfiSide(const std::string &provider, std::span<uint8_t> bytes, size_t peers)
-    : BareSide(peers), memory(bytes), info(find(provider)), places(peers), targets(peers)
+BareOfiSide::BareOfiSide(const std::string &provider, std::span<uint8_t> bytes, size_t peers, int core)
+    : BareSide(peers, core), memory(bytes), info(find(provider)), places(peers), targets(peers)
 {
     open_into(&fabric, "fi_fabric()", [&](auto **made) { return fi_fabric(info->fabric_attr, made, nullptr); });
     open_into(&domain, "fi_domain()", [&](auto **made) { return fi_domain(fabric.get(), info.get(), made, nullptr); });
@@ -175,9 +175,9 @@ uint64_t BareOfiSide::poll()
 
 } // namespace
 
-std::unique_ptr<Side> bare_ofi_side(const std::string &provider, std::span<uint8_t> memory, size_t peers)
+std::unique_ptr<Side> bare_ofi_side(const std::string &provider, std::span<uint8_t> memory, size_t peers, int core)
 {
-    return std::make_unique<BareOfiSide>(provider, memory, peers);
+    return std::make_unique<BareOfiSide>(provider, memory, peers, core);
 }
 
 } // namespace bench

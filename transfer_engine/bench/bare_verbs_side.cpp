@@ -30,7 +30,7 @@ struct Target {
 class BareVerbsSide final : public BareSide
 {
 public:
-    BareVerbsSide(const std::string &device, std::span<uint8_t> bytes, size_t peers);
+    BareVerbsSide(const std::string &device, std::span<uint8_t> bytes, size_t peers, int core);
     Bytes describe(size_t peer) override;
     void connect(size_t peer, const Bytes &description) override;
 
@@ -58,8 +58,8 @@ private:
     std::vector<uint32_t> under_way;
 };
 
-BareVerbsSide::BareVerbsSide(const std::string &device, std::span<uint8_t> bytes, size_t peers)
-    : BareSide(peers), memory(bytes), pairs(peers), targets(peers), under_way(peers)
+BareVerbsSide::BareVerbsSide(const std::string &device, std::span<uint8_t> bytes, size_t peers, int core)
+    : BareSide(peers, core), memory(bytes), pairs(peers), targets(peers), under_way(peers)
 {
     open(device);
     find_gid();
@@ -204,9 +204,9 @@ uint64_t BareVerbsSide::poll()
 
 } // namespace
 
-std::unique_ptr<Side> bare_verbs_side(const std::string &device, std::span<uint8_t> memory, size_t peers)
+std::unique_ptr<Side> bare_verbs_side(const std::string &device, std::span<uint8_t> memory, size_t peers, int core)
 {
-    return std::make_unique<BareVerbsSide>(device, memory, peers);
+    return std::make_unique<BareVerbsSide>(device, memory, peers, core);
 }
 
 } // namespace bench

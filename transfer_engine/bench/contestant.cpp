@@ -4,6 +4,7 @@
 #include <csignal>
 #include <cstring>
 #include <poll.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -62,9 +63,21 @@ std::span<uint8_t> map_memory()
     return {static_cast<uint8_t *>(start), memory_bytes};
 }
 
-void be_peer(const Contestant::OpenSide &open, int socket)
+// One of those that this process may use, in turn.
+int core_of(size_t process)
 {
-    const auto side = open(map_memory(), 1);
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
+        throw std::runtime_error(std::string("sched_getaffinity(): ") + strerror(errno));
+    std::vector<int> cores;
+    for (int core = 0; core < CPU_SETSIZE; ++core)
+        if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+    return cores[process % cores.size()];
+}
+
+void be_peer(const Contestant::OpenSide &open, size_t peer, int socket)
+{
+    const auto side = open(map_memory(), 1, core_of(1 + peer));
     introduce(socket, 0, side.get());
     side->serve(socket);
 }
@@ -72,7 +85,7 @@ void be_peer(const Contestant::OpenSide &open, int socket)
 // Does what it is told.
 void begin_operations(const Contestant::OpenSide &open, int control, const std::vector<int> &peers)
 {
-    const auto side = open(map_memory(), peers.size());
+    const auto side = open(map_memory(), peers.size(), core_of(0));
     for (size_t peer = 0; peer < peers.size(); ++peer)
         introduce(peers[peer], peer, side.get());
     for (Task task;;) {
@@ -115,10 +128,10 @@ Contestant::Contestant(const OpenSide &open, size_t peers)
     processes.push_back(start_process([&, commands = other] { begin_operations(open, commands, near_ends); }));
     close(other);
     for (size_t peer = 0; peer < peers; ++peer)
-        processes.push_back(start_process([&, far = far_ends[peer]] {
+        processes.push_back(start_process([&, peer, far = far_ends[peer]] {
             for (const int socket : near_ends) // closed when the process that begins the operations ends
                 close(socket);
-            be_peer(open, far);
+            be_peer(open, peer, far);
         }));
     for (size_t peer = 0; peer < peers; ++peer) {
         close(near_ends[peer]);

@@ -12,8 +12,9 @@ namespace bench
 class Contestant
 {
 public:
-    // A side for a process that has so many peers; called in the process that is to have it.
-    using OpenSide = std::function<std::unique_ptr<Side>(std::span<uint8_t> memory, size_t peers)>;
+    // A side for a process that has so many peers; called in the process that is to have it. `core`: for its thread
+    // that polls, apart from those of the other processes as far as there are cores.
+    using OpenSide = std::function<std::unique_ptr<Side>(std::span<uint8_t> memory, size_t peers, int core)>;
 
     // Starts the processes, before this one has opened anything: adapters do not survive a fork.
     Contestant(const OpenSide &open, size_t peers);

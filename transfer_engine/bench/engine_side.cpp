@@ -28,10 +28,11 @@ void wait_for(const Flag &flag)
 class EngineSide final : public Side
 {
 public:
-    EngineSide(const std::string &nic, std::span<uint8_t> memory, size_t most_peers) : peers(most_peers)
+    EngineSide(const std::string &nic, std::span<uint8_t> memory, size_t most_peers, int core) : peers(most_peers)
     {
         Options options;
         options.groups.resize(1);
+        options.groups[0].core = core;
         // A peer on libfabric moves only when it is polled. By verbs its adapter does, and a spinning worker takes the
         // processor that SoftRoCE is to have.
         options.spin = nic.starts_with("ofi:");
@@ -130,9 +131,9 @@ Result EngineSide::run(const Task &task)
 
 } // namespace
 
-std::unique_ptr<Side> engine_side(const std::string &nic, std::span<uint8_t> memory, size_t peers)
+std::unique_ptr<Side> engine_side(const std::string &nic, std::span<uint8_t> memory, size_t peers, int core)
 {
-    return std::make_unique<EngineSide>(nic, memory, peers);
+    return std::make_unique<EngineSide>(nic, memory, peers, core);
 }
 
 } // namespace bench

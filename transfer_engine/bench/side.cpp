@@ -1,8 +1,11 @@
 #include "side.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <poll.h>
+#include <sched.h>
 #include <sys/resource.h>
 
 namespace bench
@@ -43,6 +46,15 @@ void Side::serve(int socket)
 {
     pollfd closed{.fd = socket, .events = POLLIN, .revents = 0};
     ::poll(&closed, 1, -1);
+}
+
+BareSide::BareSide(size_t peers, int core) : most_peers(peers)
+{
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(static_cast<unsigned>(core), &only);
+    if (sched_setaffinity(0, sizeof only, &only) != 0)
+        throw std::runtime_error(std::string("sched_setaffinity(): ") + strerror(errno));
 }
 
 Result BareSide::run(const Task &task)

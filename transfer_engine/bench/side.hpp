@@ -68,15 +68,16 @@ public:
 };
 
 // `nic`: as nic_from_text() of the library has it.
-std::unique_ptr<Side> engine_side(const std::string &nic, std::span<uint8_t> memory, size_t peers);
-std::unique_ptr<Side> bare_ofi_side(const std::string &provider, std::span<uint8_t> memory, size_t peers);
-std::unique_ptr<Side> bare_verbs_side(const std::string &device, std::span<uint8_t> memory, size_t peers);
+std::unique_ptr<Side> engine_side(const std::string &nic, std::span<uint8_t> memory, size_t peers, int core);
+std::unique_ptr<Side> bare_ofi_side(const std::string &provider, std::span<uint8_t> memory, size_t peers, int core);
+std::unique_ptr<Side> bare_verbs_side(const std::string &device, std::span<uint8_t> memory, size_t peers, int core);
 
 // A loop with nothing between it and the provider.
 class BareSide : public Side
 {
 public:
-    explicit BareSide(size_t peers) : most_peers(peers) {}
+    // Binds the thread.
+    BareSide(size_t peers, int core);
     Result run(const Task &task) override;
 
 protected:

@@ -284,12 +284,12 @@ try {
     if (!verbs && !arguments.nic.starts_with("ofi:")) give_up("--nic " + arguments.nic + ": not ofi:... or verbs:...");
     const std::string name = arguments.nic.substr(colon + 1);
 
-    Contestant engine(
-        [&](std::span<uint8_t> memory, size_t peers) { return engine_side(arguments.nic, memory, peers); },
-        arguments.peers);
+    Contestant engine([&](std::span<uint8_t> memory, size_t peers,
+                          int core) { return engine_side(arguments.nic, memory, peers, core); },
+                      arguments.peers);
     Contestant bare(
-        [&](std::span<uint8_t> memory, size_t peers) {
-            return verbs ? bare_verbs_side(name, memory, peers) : bare_ofi_side(name, memory, peers);
+        [&](std::span<uint8_t> memory, size_t peers, int core) {
+            return verbs ? bare_verbs_side(name, memory, peers, core) : bare_ofi_side(name, memory, peers, core);
         },
         arguments.peers);
 
