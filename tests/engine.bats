@@ -84,6 +84,10 @@ start_decode() {
   [[ $status -eq 0 && $output == *"writes of 16 KiB at depth 16 "*"read of 10000 pages of 4 KiB "*"barrier to 2 peers "* ]] || { echo "$output"; return 1; }
   # figure, unit, contestant, pair, value, ...: every value is one
   awk -F, 'NR > 1 && $5 + 0 <= 0 { exit 1 } END { if (NR < 40) exit 1 }' "$BATS_TEST_TMPDIR/figures" || { cat "$BATS_TEST_TMPDIR/figures"; return 1; }
+  run -0 timeout 20 "$bench" --pairs 1 --nic ofi:shm --only barrier
+  [[ $output == *"barrier to 2 peers"* && $output != *"writes of"* ]] || { echo "$output"; return 1; }
+  run -1 timeout 20 "$bench" --only nosuch
+  [[ $output == *"--only nosuch: no figure has that in its name"* ]] || { echo "$output"; return 1; }
   run timeout 10 "$bench" --pairs 0
   [[ $status -eq 1 && $output == *"--pairs 0: not a number from 1 to 1000"* ]] || { echo "$output"; return 1; }
   run timeout 20 "$bench" --nic ofi:nosuch

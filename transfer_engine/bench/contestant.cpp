@@ -4,7 +4,6 @@
 #include <csignal>
 #include <cstring>
 #include <poll.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -63,15 +62,10 @@ std::span<uint8_t> map_memory()
     return {static_cast<uint8_t *>(start), memory_bytes};
 }
 
-// One of those that this process may use, in turn.
+// They take turns.
 int core_of(size_t process)
 {
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
-        throw std::runtime_error(std::string("sched_getaffinity(): ") + strerror(errno));
-    std::vector<int> cores;
-    for (int core = 0; core < CPU_SETSIZE; ++core)
-        if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+    const std::vector<int> cores = cores_allowed();
     return cores[process % cores.size()];
 }
 

@@ -4,6 +4,7 @@
 #include "../transfer_engine.hpp"
 
 #include <algorithm>
+#include <thread>
 
 namespace bench
 {
@@ -18,9 +19,11 @@ void require(const Status &status, const char *call)
     if (!status.ok()) throw std::runtime_error(std::string(call) + ": " + name_of(status.code) + ": " + status.message);
 }
 
-// Asleep: on few processors, who spins takes them from the workers.
-void wait_for(const Flag &flag)
+// `spin`: looks again and again, else asleep.
+void wait_for(const Flag &flag, bool spin)
 {
+    while (spin && !flag.done.load(std::memory_order_acquire))
+        std::this_thread::yield();
     flag.done.wait(false, std::memory_order_acquire);
     require(flag.status, "an operation");
 }
@@ -36,6 +39,8 @@ public:
         // A peer on libfabric moves only when it is polled. By verbs its adapter does, and a spinning worker takes the
         // processor that SoftRoCE is to have.
         options.spin = nic.starts_with("ofi:");
+        const size_t workers = options.spin ? 2 : 1; // that poll while there is something under way
+        caller_spins = cores_allowed().size() > workers;
         require(nic_from_text(nic, &options.groups[0].nics.emplace_back()), "nic_from_text()");
         Status status;
         engine = TransferEngine::open(std::move(options), &status);
@@ -53,6 +58,7 @@ public:
 private:
     void begin(const Task &task, uint64_t i, Flag *flag);
 
+    bool caller_spins = false; // else it would take a worker's processor
     std::vector<MrDesc> peers;
     std::vector<Flag> flags; // before the engine: it may tell to its end
     std::unique_ptr<TransferEngine> engine;
@@ -114,16 +120,16 @@ Result EngineSide::run(const Task &task)
     const Stopwatch watch;
     for (uint64_t i = 0; i < count; ++i) {
         Flag &flag = flags[i % depth];
-        if (i % half == 0) wait_for(flags[(i + half - 1) % depth]);
-        wait_for(flag);
+        if (i % half == 0) wait_for(flags[(i + half - 1) % depth], caller_spins);
+        wait_for(flag, caller_spins);
         flag.done = false;
         const double start = now_seconds();
         begin(task, i, &flag);
-        if (depth == 1) wait_for(flag);
+        if (depth == 1) wait_for(flag, caller_spins);
         each.push_back(now_seconds() - start);
     }
     for (const Flag &flag : flags)
-        wait_for(flag);
+        wait_for(flag, caller_spins);
     Result result = watch.result();
     result.percentiles = percentiles(&each);
     return result;

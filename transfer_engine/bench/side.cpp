@@ -16,6 +16,17 @@ double now_seconds()
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+std::vector<int> cores_allowed()
+{
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
+        throw std::runtime_error(std::string("sched_getaffinity(): ") + strerror(errno));
+    std::vector<int> cores;
+    for (unsigned core = 0; core < CPU_SETSIZE; ++core)
+        if (CPU_ISSET(core, &allowed)) cores.push_back(static_cast<int>(core));
+    return cores;
+}
+
 static double cpu_seconds()
 {
     rusage used{};

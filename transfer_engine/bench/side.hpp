@@ -101,6 +101,7 @@ private:
 };
 
 double now_seconds();
+std::vector<int> cores_allowed(); // to this thread
 std::array<double, 3> percentiles(std::vector<double> *samples);
 
 } // namespace bench

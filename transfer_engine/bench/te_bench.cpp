@@ -284,6 +284,10 @@ try {
     if (!verbs && !arguments.nic.starts_with("ofi:")) give_up("--nic " + arguments.nic + ": not ofi:... or verbs:...");
     const std::string name = arguments.nic.substr(colon + 1);
 
+    std::vector<Figure> figures = choose_figures(arguments);
+    std::erase_if(figures, [&](const Figure &figure) { return figure.name.find(arguments.only) == std::string::npos; });
+    if (figures.empty()) give_up("--only " + arguments.only + ": no figure has that in its name");
+
     Contestant engine([&](std::span<uint8_t> memory, size_t peers,
                           int core) { return engine_side(arguments.nic, memory, peers, core); },
                       arguments.peers);
@@ -299,9 +303,8 @@ try {
         arguments.nic.c_str(), arguments.pairs, sysconf(_SC_NPROCESSORS_ONLN));
     Report report(arguments.csv);
     Report::head();
-    for (const Figure &figure : choose_figures(arguments))
-        if (figure.name.find(arguments.only) != std::string::npos)
-            compare(figure, &engine, &bare, arguments.pairs, &report);
+    for (const Figure &figure : figures)
+        compare(figure, &engine, &bare, arguments.pairs, &report);
     if (const auto tool = tool_for(arguments.nic); tool && arguments.only.empty())
         compare_with(*tool, &engine, arguments.pairs);
     return EXIT_SUCCESS;

@@ -415,9 +415,9 @@ void Prefill::write_layer(uint64_t layer, Callback done)
 
 void Prefill::wait_for_verdict() const
 {
-    bool right = false;
+    uint8_t right = 0; // a bool of theirs, which could be any byte
     receive_all(socket, &right, sizeof right);
-    if (!right) give_up("decode: a page is not what was sent");
+    if (right != 1) give_up("decode: a page is not what was sent");
 }
 
 Figures Prefill::run()
