@@ -56,7 +56,7 @@ clean:
 engine:
 	$(MAKE) -C transfer_engine all examples
 engine-test:
-	$(MAKE) -C transfer_engine check
+	tests/engine.t
 
 demo:
 	scripts/demo.sh

@@ -4,6 +4,7 @@
 # have the others.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset MAKEFLAGS MFLAGS MAKELEVEL # 'make engine-test' runs this
 
 logs=build/tests/engine
 rm -rf "$logs"
