@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset MAKEFLAGS MFLAGS MAKELEVEL # 'make engine-test' runs this
+export TSAN_OPTIONS=suppressions=$PWD/tests/tsan.supp
 
 logs=build/tests/engine
 rm -rf "$logs"
