@@ -39,8 +39,6 @@ public:
         // A peer on libfabric moves only when it is polled. By verbs its adapter does, and a spinning worker takes the
         // processor that SoftRoCE is to have.
         options.spin = nic.starts_with("ofi:");
-        constexpr size_t taken = 2; // by the worker, and by the peer's or by SoftRoCE
-        caller_spins = cores_allowed().size() > taken;
         require(nic_from_text(nic, &options.groups[0].nics.emplace_back()), "nic_from_text()");
         Status status;
         engine = TransferEngine::open(std::move(options), &status);
@@ -58,7 +56,8 @@ public:
 private:
     void begin(const Task &task, uint64_t i, Flag *flag);
 
-    bool caller_spins = false; // it has a processor to itself
+    // Two processors are taken: by the worker, and by the peer's or by SoftRoCE.
+    const bool caller_spins = cores_allowed().size() > 2;
     std::vector<MrDesc> peers;
     std::vector<Flag> flags; // before the engine: it may tell to its end
     std::unique_ptr<TransferEngine> engine;

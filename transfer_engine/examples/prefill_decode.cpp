@@ -211,6 +211,14 @@ std::unique_ptr<addrinfo, FreeAddress> resolve(const std::string &place, int fla
     return std::unique_ptr<addrinfo, FreeAddress>(found);
 }
 
+// Sending, and connect(), end after `patience`, with EAGAIN or EINPROGRESS: socket(7).
+void limit_waits(int socket)
+{
+    const timeval limit{.tv_sec = patience.count(), .tv_usec = 0};
+    if (setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) != 0)
+        give_up(std::string("setsockopt(SO_SNDTIMEO): ") + strerror(errno));
+}
+
 bool has_input(int socket, std::chrono::milliseconds limit)
 {
     pollfd ready{.fd = socket, .events = POLLIN, .revents = 0};
@@ -220,7 +228,8 @@ bool has_input(int socket, std::chrono::milliseconds limit)
 int accept_prefill(const std::string &place)
 {
     const auto address = resolve(place, AI_PASSIVE);
-    const int listener = socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), reuse = 1;
+    // Not blocking: who has come may be gone again at accept4().
+    const int listener = socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), reuse = 1;
     if (listener < 0 || setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse) != 0 ||
         bind(listener, address->ai_addr, address->ai_addrlen) != 0 || listen(listener, 1) != 0)
         give_up("--decode " + place + ": " + strerror(errno));
@@ -230,6 +239,7 @@ int accept_prefill(const std::string &place)
     const int accepted = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
     if (accepted < 0) give_up(std::string("accept4(): ") + strerror(errno));
     close(listener);
+    limit_waits(accepted);
     return accepted;
 }
 
@@ -237,9 +247,9 @@ int connect_to_decode(const std::string &place)
 {
     const auto address = resolve(place, 0);
     const int connected = socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const timeval limit{.tv_sec = patience.count(), .tv_usec = 0}; // of connect() as well: socket(7)
-    if (connected < 0 || setsockopt(connected, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) != 0 ||
-        connect(connected, address->ai_addr, address->ai_addrlen) != 0)
+    if (connected < 0) give_up(std::string("socket(): ") + strerror(errno));
+    limit_waits(connected);
+    if (connect(connected, address->ai_addr, address->ai_addrlen) != 0)
         give_up("--prefill " + place + ": " + strerror(errno) + "\n  hint: decode is started first");
     return connected;
 }
@@ -514,6 +524,8 @@ int main(int argc, char **argv)
     int sockets[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) != 0)
         give_up(std::string("socketpair(): ") + strerror(errno));
+    for (const int end : sockets)
+        limit_waits(end);
     // Before anything is opened: adapters do not survive a fork.
     const pid_t child = fork();
     if (child < 0) give_up(std::string("fork(): ") + strerror(errno));
