@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
-# Two nodes: what breaks, when, what each side says and how long that takes. With default options, but for work
-# requests of 1 MiB where the reader is to tell to a tenth what had arrived.
+# Two nodes: what breaks, when, what each side says and how long that takes. With default options where nothing
+# else is said.
 # shellcheck disable=SC2016,SC2034 # for a guest's shell, or wait_for, to expand; used by helpers.bash
 load helpers
 
@@ -25,17 +25,19 @@ link_down() { echo "ip link set eth0 down"; }
 link_down_and_up() { echo "ip link set eth0 down; sleep 1.5; ip link set eth0 up"; }
 
 # A fault that comes while a reader reads, after it has got so many bytes.
-fault_while_reading() { # BYTES COMMAND [RATE]
+fault_while_reading() { # BYTES COMMAND [RATE [OPTION...]]
   on node-a tests/nodes/after_sent "${3:-50mbit}" "$1" "$2" 3>&- &
   local watch=$!
   wait_for 20 '[[ -e $share/armed ]]'
-  start_reader -c 1M -o "$share/received" # by which it says what had arrived
+  start_reader -o "$share/received" "${@:4}"
   wait "$watch" || { cat "$share/reader.log" "$share/server.log"; return 1; }
 }
 
-# The same for a link that comes back: the wire is as fast as the guests are.
+# The same for a link that comes back, with a wire slower than the guests: then some MiB wait to be sent and are lost.
+# With none there, and the fault at the first byte of a READ, SoftRoCE would break the connection (below, "cannot
+# send"). Four work requests are less than the wire takes in an ACK timeout.
 outage_while_reading() {
-  fault_while_reading "$1" "$(link_down_and_up)" 400mbit
+  fault_while_reading "$1" "$(link_down_and_up); tests/nodes/pace 400mbit" 150mbit --outstanding 4
   sent_tenth=$((10 * $(<"$share/fault") / all))
 }
 
@@ -181,6 +183,32 @@ reader_has_all() {
   reader_has_all
   [[ $sent_tenth -eq 9 ]]
   record "link down for 1.5 s" "last tenth of the read"
+}
+
+# --------------------------------------------------------------- a READ that is done without its data
+
+# What SoftRoCE makes of it: docs/RELIABILITY.md. Packets of node-b take their time, so that the fault is there between
+# the accept and the READ; it is over when the data could not be sent.
+@test "server's node cannot send, from the first byte of a READ on" {
+  node run node-b tc qdisc replace dev eth0 root netem delay 1.5s
+  on node-a bash -c 'errors=/sys/class/infiniband/rxe0/ports/1/hw_counters/send_err
+                     before=$(<$errors)
+                     : >$share/armed
+                     until tail -n +$(($1 + 1)) $share/server.log | grep -q accepted; do sleep 0.02; done
+                     tc qdisc replace dev eth0 root pfifo limit 0
+                     for _ in {1..100}; do (($(<$errors) > before)) && break; sleep 0.02; done
+                     : >$share/fault
+                     tc qdisc del dev eth0 root' fault "$server_lines" 3>&- &
+  local watch=$!
+  wait_for 20 '[[ -e $share/armed ]]'
+  start_reader --size 4K -o "$share/received"
+  wait "$watch"
+  reader_ends 1 "closing message: "
+  node run node-b tc qdisc del dev eth0 root
+  grep -q '4096 bytes: not checked, and the connection broke behind them' "$share/reader.log"
+  no_output
+  record "server's node cannot send" "first byte of a READ"
+  next_reader_is_served
 }
 
 # -------------------------------------------------------------------------- the link goes down for good

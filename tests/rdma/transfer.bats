@@ -29,9 +29,9 @@ round_trip() {
 @test "4095 bytes" { round_trip 4095; }
 @test "4096 bytes" { round_trip 4096; }
 @test "4097 bytes" { round_trip 4097; }
+@test "1 MiB - 1" { round_trip 1048575; }
 @test "1 MiB" { round_trip 1048576; }
-@test "8 MiB - 1" { round_trip 8388607; }
-@test "8 MiB" { round_trip 8388608; }
+@test "1 MiB + 1" { round_trip 1048577; }
 @test "8 MiB + 1" { round_trip 8388609; }
 @test "100 MB" {
   plain_build "memory and time"
