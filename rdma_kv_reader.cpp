@@ -529,8 +529,7 @@ static bool close_connection(reader *r)
     const bool taken = error == 0 ? wait_for_completions(r, sizeof message, "closing message", &completed)
                                   : failed("ibv_post_send(SEND)", error);
     if (!taken) return false; // free_everything() disconnects
-    if (rdma_disconnect(r->id) == 0)
-        wait_for_event(r, RDMA_CM_EVENT_DISCONNECTED, "rdma_disconnect()", deadline_of(r));
+    if (rdma_disconnect(r->id) == 0) wait_for_event(r, RDMA_CM_EVENT_DISCONNECTED, "rdma_disconnect()", deadline_of(r));
     r->connected = false;
     return true;
 }
