@@ -65,6 +65,13 @@ struct reader {
     const char *lost;  // why it is taken for gone; nullptr: it is not
 };
 
+// A connect request, whose event is gone.
+struct connect_request {
+    rdma_cm_id *id;
+    rdma_conn_param parameters;
+    uint8_t private_data[256];
+};
+
 // wr_id: whose work request, and which.
 static uint64_t work_request(const reader *r, request which) { return r->number << 2 | which; }
 
@@ -90,6 +97,7 @@ struct server {
 
     int signals; // signalfd
     std::map<uint64_t, std::unique_ptr<reader>> readers;
+    std::vector<connect_request> unanswered; // until their port is active again
     uint64_t readers_seen, readers_served;
     uint64_t looked_ns;    // when the readers were last looked after
     uint64_t packets_sent; // by then, on SoftRoCE
@@ -454,6 +462,10 @@ static void free_reader(server *s, reader *r)
     s->readers.erase(r->number); // deletes r
 }
 
+// Whether a connection message can leave. One that cannot would leave SoftRoCE deaf to all others for good
+// (docs/RELIABILITY.md): while the link is down nobody is answered, and no visit ends.
+static bool can_answer(const rdma_cm_id *id) { return id->verbs == nullptr || port_is_active(id->verbs, id->port_num); }
+
 // P8, P9: takes a connection and tells the reader where the cache is.
 static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *request)
 {
@@ -511,6 +523,16 @@ static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *requ
         return;
     }
     if (s->opt.verbose) remark("reader " + r->address + " accepted");
+}
+
+static void answer_requests(server *s)
+{
+    std::erase_if(s->unanswered, [s](connect_request &request) {
+        if (!can_answer(request.id)) return false;
+        request.parameters.private_data = request.private_data;
+        accept_reader(s, request.id, &request.parameters);
+        return true;
+    });
 }
 
 // Logs what a reader says of its visit, in a message of so many bytes.
@@ -596,9 +618,12 @@ static void handle_completions(server *s)
     poll_completions(s);
 }
 
-// The reader has left, or is to leave. Its queue pair goes to the error state.
+// The reader has left, or is to leave: now, or when it can be told (look_after_readers). Its queue pair goes to
+// the error state.
 static void end_visit(server *s, reader *r, const char *how)
 {
+    r->lost = how;
+    if (!s->stop && !can_answer(r->id)) return;
     rdma_disconnect(r->id); // fails when the connection never stood
     poll_completions(s);    // the closing message may be there already
     if (!r->closed)
@@ -638,12 +663,14 @@ static bool is_busy_in_software(server *s)
     return busy;
 }
 
-// Each second: ends the visits of readers that are gone, and asks the others for a sign of life.
+// Each second: answers who had to wait for that, ends the visits of readers that are gone, and asks the others for a
+// sign of life.
 static void look_after_readers(server *s)
 {
     const uint64_t now = now_ns();
     if (now - s->looked_ns < second_ns * 9 / 10) return;
     s->looked_ns = now;
+    answer_requests(s);
     const bool may_probe = !is_busy_in_software(s);
     for (auto next = s->readers.begin(); next != s->readers.end();) {
         reader *const r = (next++)->second.get(); // end_visit takes it out of the map
@@ -652,8 +679,8 @@ static void look_after_readers(server *s)
         // While this side's own link is down a probe says nothing of the reader, and on SoftRoCE it would end a
         // connection that outlives the outage. When one fails, the transport has tried for some seconds: a deadline
         // of its own it does not need.
-        if (may_probe && r->connected && !r->probing && age >= probe_interval_ns &&
-            port_is_active(r->id->verbs, r->id->port_num))
+        if (may_probe && r->connected && !r->probing && r->lost == nullptr && age >= probe_interval_ns &&
+            can_answer(r->id))
             post_probe(r);
         if (r->lost != nullptr) end_visit(s, r, r->lost);
     }
@@ -671,17 +698,18 @@ static void handle_cm_event(server *s)
     const rdma_cm_event_type type = event->event;
     const int status = event->status;
     rdma_cm_id *const id = event->id;
-    rdma_conn_param request = event->param.conn;
-    uint8_t private_data[256] = {};
-    if (type == RDMA_CM_EVENT_CONNECT_REQUEST && request.private_data != nullptr)
-        memcpy(private_data, request.private_data, request.private_data_len);
-    request.private_data = private_data;
+    connect_request request{.id = id, .parameters = event->param.conn, .private_data = {}};
+    if (type == RDMA_CM_EVENT_CONNECT_REQUEST && request.parameters.private_data != nullptr)
+        memcpy(request.private_data, request.parameters.private_data, request.parameters.private_data_len);
     rdma_ack_cm_event(event);
 
     reader *const r =
         id != s->listener && type != RDMA_CM_EVENT_CONNECT_REQUEST ? static_cast<reader *>(id->context) : nullptr;
     switch (type) {
-    case RDMA_CM_EVENT_CONNECT_REQUEST: accept_reader(s, id, &request); break;
+    case RDMA_CM_EVENT_CONNECT_REQUEST:
+        s->unanswered.push_back(request);
+        answer_requests(s);
+        break;
     case RDMA_CM_EVENT_ESTABLISHED:
         if (r == nullptr) break;
         r->connected = true;
@@ -725,7 +753,7 @@ static bool serve(server *s)
         pollfd ready[] = {
             {s->signals, POLLIN, 0}, {s->completion_channel->fd, POLLIN, 0}, {s->cm_channel->fd, POLLIN, 0}};
         // Woken each second, to look after the readers, as long as there are any.
-        if (poll(ready, 3, s->readers.empty() ? -1 : 1000) < 0) {
+        if (poll(ready, 3, s->readers.empty() && s->unanswered.empty() ? -1 : 1000) < 0) {
             if (errno == EINTR) // stopped and continued
                 continue;
             return failed("poll()", errno);
@@ -737,6 +765,8 @@ static bool serve(server *s)
         else // only now: an event may have waited while this process was stopped
             look_after_readers(s);
     }
+    for (const connect_request &request : s->unanswered)
+        rdma_destroy_id(request.id); // which rejects it
     while (!s->readers.empty())
         end_visit(s, s->readers.begin()->second.get(), "was disconnected");
     printf("served %zu of %zu readers\n", s->readers_served, s->readers_seen);
