@@ -288,25 +288,47 @@ Status Datagrams::open(const VerbsAdapter &opened)
            .lid = opened.port.lid,
            .queue_pair = pair->qp_num,
            .qkey = static_cast<uint32_t>(random_number()) & qkey_mask};
+    // Room for the longest datagram there can be: one too long for its receive might break the queue pair.
+    room = grh_bytes + (size_t{128} << opened.port.active_mtu);
+    memory.resize(slots * room + under_way * longest);
+    region.reset(ibv_reg_mr(opened.pd.get(), memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE));
+    if (region == nullptr) return verbs_failed("ibv_reg_mr(" + std::to_string(memory.size()) + " bytes)", errno);
+    const int error = begin();
+    return error == 0 ? Status() : verbs_failed("ibv_modify_qp(UD)", error);
+}
+
+int Datagrams::begin()
+{
     ibv_qp_attr attributes{};
     attributes.qp_state = IBV_QPS_INIT;
-    attributes.port_num = opened.port_number;
+    attributes.port_num = adapter->port_number;
     attributes.qkey = own.qkey;
     int error = ibv_modify_qp(pair.get(), &attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY);
     attributes.qp_state = IBV_QPS_RTR;
     if (error == 0) error = ibv_modify_qp(pair.get(), &attributes, IBV_QP_STATE);
     attributes.qp_state = IBV_QPS_RTS;
     if (error == 0) error = ibv_modify_qp(pair.get(), &attributes, IBV_QP_STATE | IBV_QP_SQ_PSN);
-    if (error != 0) return verbs_failed("ibv_modify_qp(UD)", error);
-
-    // Room for the longest datagram there can be: one too long for its receive might break the queue pair.
-    room = grh_bytes + (size_t{128} << opened.port.active_mtu);
-    memory.resize(slots * room + under_way * longest);
-    region.reset(ibv_reg_mr(opened.pd.get(), memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE));
-    if (region == nullptr) return verbs_failed("ibv_reg_mr(" + std::to_string(memory.size()) + " bytes)", errno);
-    for (uint32_t slot = 0; slot < slots; ++slot)
+    for (uint32_t slot = 0; error == 0 && slot < slots; ++slot)
         post_receive(slot);
-    return {};
+    return error;
+}
+
+// All that is posted is flushed then, on every device: where a failed send only stops sends (SQE), receives, too.
+void Datagrams::break_off()
+{
+    ibv_qp_attr attributes{};
+    attributes.qp_state = IBV_QPS_ERR;
+    if (!broken) ibv_modify_qp(pair.get(), &attributes, IBV_QP_STATE);
+    broken = true;
+}
+
+// Where it fails it stays broken: the handshakes that need it end at their deadlines.
+void Datagrams::begin_anew_if_empty()
+{
+    if (!broken || posted != done || receiving > 0) return;
+    ibv_qp_attr attributes{};
+    attributes.qp_state = IBV_QPS_RESET;
+    broken = ibv_modify_qp(pair.get(), &attributes, IBV_QP_STATE) != 0 || begin() != 0;
 }
 
 static auto host_of(const VerbsAddress &place) { return std::pair(std::to_array(place.gid.raw), place.lid); }
@@ -341,7 +363,7 @@ void Datagrams::forget_path(const VerbsAddress &place)
 void Datagrams::send(const VerbsAddress &place, std::span<const uint8_t> bytes)
 {
     ibv_ah *const path = path_to(place);
-    if (path == nullptr || posted - done == under_way || bytes.size() > longest) return;
+    if (broken || path == nullptr || posted - done == under_way || bytes.size() > longest) return;
     uint8_t *const copy = memory.data() + slots * room + posted % under_way * longest;
     std::ranges::copy(bytes, copy);
 
@@ -367,7 +389,14 @@ void Datagrams::post_receive(uint32_t slot)
     receive.wr_id = RequestName{.kind = RequestName::datagram, .number = slot}.id();
     receive.sg_list = &element;
     receive.num_sge = 1;
-    ibv_post_recv(pair.get(), &receive, &refused);
+    if (ibv_post_recv(pair.get(), &receive, &refused) == 0) ++receiving;
+}
+
+void Datagrams::sent(bool ok)
+{
+    ++done;
+    if (!ok) break_off();
+    begin_anew_if_empty();
 }
 
 std::span<const uint8_t> Datagrams::received(const ibv_wc &completion) const
@@ -379,8 +408,10 @@ std::span<const uint8_t> Datagrams::received(const ibv_wc &completion) const
 
 void Datagrams::give_back(const ibv_wc &completion)
 {
-    // A queue pair in the error state would flush it, again and again.
-    if (completion.status == IBV_WC_SUCCESS) post_receive(RequestName::of(completion.wr_id).number);
+    --receiving;
+    if (completion.status != IBV_WC_SUCCESS) break_off();
+    if (!broken) post_receive(RequestName::of(completion.wr_id).number);
+    begin_anew_if_empty();
 }
 
 } // namespace transfer_engine

@@ -86,7 +86,8 @@ private:
     Status make_queues();
 };
 
-// The unreliable datagram queue pair (UD). What it sends or is sent may be lost.
+// The unreliable datagram queue pair (UD). What it sends or is sent may be lost. A datagram that cannot leave breaks it
+// (on SoftRoCE: this side's link is down); when all that was posted has come back it begins anew, with the same number.
 class Datagrams
 {
 public:
@@ -101,7 +102,7 @@ public:
     // Looks for the way anew next time: the host may have another MAC address by now.
     void forget_path(const VerbsAddress &place);
 
-    void sent() { ++done; } // for each completion
+    void sent(bool ok); // for each completion
     // What has arrived; empty when it failed. Valid until give_back() of the same completion.
     std::span<const uint8_t> received(const ibv_wc &completion) const;
     void give_back(const ibv_wc &completion);
@@ -115,6 +116,9 @@ private:
     };
 
     ibv_ah *path_to(const VerbsAddress &place);
+    int begin(); // from RESET on; 0, or the error number
+    void break_off();
+    void begin_anew_if_empty();
     void post_receive(uint32_t slot);
 
     const VerbsAdapter *adapter = nullptr;
@@ -125,6 +129,8 @@ private:
     QueuePair pair;
     size_t slots = 0, room = 0;    // received at a time; bytes of one
     uint64_t posted = 0, done = 0; // sent, ever
+    size_t receiving = 0;          // receives that are posted
+    bool broken = false;
 };
 
 } // namespace transfer_engine

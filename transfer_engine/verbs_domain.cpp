@@ -461,7 +461,7 @@ void VerbsDomain::complete_send(const ibv_wc &completion)
 {
     const RequestName name = RequestName::of(completion.wr_id);
     if (name.kind == RequestName::datagram) {
-        datagrams.sent(); // or lost
+        datagrams.sent(completion.status == IBV_WC_SUCCESS);
         return;
     }
     VerbsPeer *const peer = peer_of(name.number);

@@ -143,6 +143,23 @@ start_all() {
   all_well source b 0 3
 }
 
+# A hello that cannot leave breaks the queue pair for datagrams on SoftRoCE.
+@test "engine: the source's own link goes down, and it begins anew meanwhile: when the link is back, it is written to" {
+  start_target node-a a
+  start_source source a
+  says source 1 'a: under way'
+  on node-b ip link set eth0 down
+  says source "$slots" 'a: \(write\|read\) '
+  touch "$share/a"
+  says source $((2 * slots)) 'a: \(write\|read\) '
+  grep -q 'no answer to the handshake' "$share/source.log"
+  on node-b ip link set eth0 up
+  packet_across
+  touch "$share/a"
+  says source 2 'a: under way'
+  end source a
+}
+
 @test "engine: a target's node is killed: its operations end, no other's; booted again it is written to" {
   start_all
   node kill node-a
