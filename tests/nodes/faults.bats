@@ -235,8 +235,8 @@ reader_has_all() {
   within 5
   no_output
   link_up
-  # It is answered now: too late, whether the node has heard of that or not.
-  server_says "refused: the server could not\|did not finish connecting"
+  # It is answered now: too late, whether this node has heard of that or not.
+  server_says "refused: the server could not\|without a closing message"
   record "link down for good" "in the handshake"
   next_reader_is_served
 }
