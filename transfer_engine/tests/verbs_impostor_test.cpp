@@ -44,7 +44,7 @@ public:
     {
         ibv_wc completion{};
         while (ibv_poll_cq(adapter.sends.get(), 1, &completion) == 1)
-            datagrams.sent();
+            datagrams.sent(completion.status == IBV_WC_SUCCESS);
         while (ibv_poll_cq(adapter.receives.get(), 1, &completion) == 1) {
             if (RequestName::of(completion.wr_id).kind == RequestName::immediate) {
                 immediates.push_back(completion);
