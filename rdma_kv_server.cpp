@@ -462,9 +462,9 @@ static void free_reader(server *s, reader *r)
     s->readers.erase(r->number); // deletes r
 }
 
-// Whether a connection message can leave. One that cannot would leave SoftRoCE deaf to all others for good
-// (docs/RELIABILITY.md): while the link is down nobody is answered, and no visit ends.
-static bool can_answer(const rdma_cm_id *id) { return id->verbs == nullptr || port_is_active(id->verbs, id->port_num); }
+// While it is down nobody is answered, and no visit ends: on SoftRoCE a connection message that cannot leave makes
+// this node deaf to all others (docs/RELIABILITY.md).
+static bool link_is_up(const rdma_cm_id *id) { return id->verbs == nullptr || port_is_active(id->verbs, id->port_num); }
 
 // P8, P9: takes a connection and tells the reader where the cache is.
 static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *request)
@@ -528,7 +528,7 @@ static void accept_reader(server *s, rdma_cm_id *id, const rdma_conn_param *requ
 static void answer_requests(server *s)
 {
     std::erase_if(s->unanswered, [s](connect_request &request) {
-        if (!can_answer(request.id)) return false;
+        if (!link_is_up(request.id)) return false;
         request.parameters.private_data = request.private_data;
         accept_reader(s, request.id, &request.parameters);
         return true;
@@ -623,7 +623,7 @@ static void handle_completions(server *s)
 static void end_visit(server *s, reader *r, const char *how)
 {
     r->lost = how;
-    if (!s->stop && !can_answer(r->id)) return;
+    if (!s->stop && !link_is_up(r->id)) return;
     rdma_disconnect(r->id); // fails when the connection never stood
     poll_completions(s);    // the closing message may be there already
     if (!r->closed)
@@ -680,7 +680,7 @@ static void look_after_readers(server *s)
         // connection that outlives the outage. When one fails, the transport has tried for some seconds: a deadline
         // of its own it does not need.
         if (may_probe && r->connected && !r->probing && r->lost == nullptr && age >= probe_interval_ns &&
-            can_answer(r->id))
+            link_is_up(r->id))
             post_probe(r);
         if (r->lost != nullptr) end_visit(s, r, r->lost);
     }
@@ -756,7 +756,9 @@ static bool serve(server *s)
         if (poll(ready, 3, s->readers.empty() && s->unanswered.empty() ? -1 : 1000) < 0) {
             if (errno == EINTR) // stopped and continued
                 continue;
-            return failed("poll()", errno);
+            failed("poll()", errno);
+            s->stop = s->broken = true;
+            break;
         }
         if (ready[0].revents != 0) s->stop = true;
         if (ready[1].revents != 0) handle_completions(s);

@@ -10,6 +10,7 @@ teardown() {
   [[ -n $BATS_TEST_COMPLETED ]] || {
     on node-b bash -c 'kill -KILL $(<$share/reader.pid)' || true
     on node-a bash -c 'kill -KILL $(<$share/server.pid)' || true
+    on node-b tc qdisc delete dev eth0 root || true
   } 2>/dev/null
 }
 # bats ends when nothing has its output open any more.
@@ -194,7 +195,7 @@ reader_has_all() {
   on node-a bash -c 'errors=/sys/class/infiniband/rxe0/ports/1/hw_counters/send_err
                      before=$(<$errors)
                      : >$share/armed
-                     until tail -n +$(($1 + 1)) $share/server.log | grep -q accepted; do sleep 0.02; done
+                     for _ in {1..500}; do tail -n +$(($1 + 1)) $share/server.log | grep -q accepted && break; sleep 0.02; done
                      tc qdisc replace dev eth0 root pfifo limit 0
                      for _ in {1..100}; do (($(<$errors) > before)) && break; sleep 0.02; done
                      : >$share/fault
